@@ -1,0 +1,143 @@
+"""Child side of tests/pool.py: one process that runs functions as one rank of a fresh process group."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker needs to know at its start."""
+
+    repository_root: str
+    store_port: int
+    log_path: str
+    initializer: Callable[[], None] | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One rank's share of a `run_ranks` call. `payload` is the pickled (function, args)."""
+
+    number: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`payload` is the pickled result when `error` is None, else `error` is a traceback."""
+
+    number: int
+    payload: bytes = b""
+    error: str | None = None
+
+
+def worker_main(spec: WorkerSpec, connection: Connection) -> None:
+    """Serve calls until the parent closes the connection."""
+    _prepare_process(spec)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", spec.store_port, is_master=False, wait_for_workers=False)
+    if spec.initializer is not None:
+        try:
+            spec.initializer()
+        except BaseException:
+            connection.send(Answer(0, error=traceback.format_exc()))
+            return
+    connection.send(Answer(0))
+    gc.collect()
+    gc.freeze()  # torch's own objects need not be walked by the collection after each call
+    while True:
+        try:
+            _serve(connection.recv(), store, connection.send)
+            _reset_process()
+        except (EOFError, OSError):  # the parent has closed its end, or is gone
+            return
+
+
+def _prepare_process(spec: WorkerSpec) -> None:
+    """Own log instead of the terminal, stacks on SIGUSR1, death with the parent, repository importable."""
+    log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to pytest, which then closes us
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    sys.path[:] = [spec.repository_root, *(path for path in sys.path if path != spec.repository_root)]
+    warnings.simplefilter("ignore")
+
+
+def _serve(call: Call, store: Any, send: Callable[[Answer], None]) -> None:
+    """Run one call inside its own process group and send its answer; raises only if the parent is gone."""
+    import torch.distributed as dist
+
+    failed = False
+    try:
+        function, args = pickle.loads(call.payload)
+        dist.init_process_group(
+            call.backend,
+            store=dist.PrefixStore(f"call-{call.number}", store),
+            rank=call.rank,
+            world_size=call.world_size,
+            # Longer than the parent's patience: it is the parent who reports a hang, with stacks.
+            timeout=datetime.timedelta(seconds=2 * call.timeout + 10),
+        )
+        payload = pickle.dumps(function(call.rank, call.world_size, *args))
+    except BaseException:
+        # Before the group goes away, so that the cause arrives before what it causes on the peers.
+        send(Answer(call.number, error=traceback.format_exc()))
+        failed = True
+    try:
+        # Closes the sockets, which wakes peers that wait in a collective for this rank.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        if not failed:
+            send(Answer(call.number, error=traceback.format_exc()))
+            failed = True
+    if not failed:
+        send(Answer(call.number, payload=payload))
+
+
+def _reset_process() -> None:
+    """Undo what a test may leave behind in torch's process-wide state."""
+    import torch
+
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor caches output specs by mesh equality, which ignores group names: a cached spec could
+        # lead the next call's collectives into a group of another shape.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    gc.collect()
