@@ -1,0 +1,1 @@
+"""Layer backends: the protocol (base), plain torch, Transformer Engine."""
