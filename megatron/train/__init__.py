@@ -1,0 +1,1 @@
+"""Training: from a command line to a trained model."""
