@@ -48,7 +48,7 @@ PEER_GRACE_SECONDS = 3.0
 """How long the peers of a failed rank may take to notice before they are killed."""
 STACK_DUMP_SECONDS = 0.5
 LOG_TAIL_CHARACTERS = 6000
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "numpy"]
+_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "numpy", "pytest"]
 
 
 class RankError(RuntimeError):
