@@ -1,0 +1,1 @@
+"""Language models written against the layer protocol of ``megatron.models.backends``."""
