@@ -180,9 +180,9 @@ def materialise(module: nn.Module, initializer: Initializer, device: torch.devic
         initializer(name, parameter, slice(0, rows), real.detach())
         replaced[parameter] = real
     for child in module.modules():
-        for key, parameter in list(child._parameters.items()):
-            if parameter is not None:
-                child._parameters[key] = replaced[parameter]
+        for key, own in list(child._parameters.items()):
+            if own is not None:
+                child._parameters[key] = replaced[own]
         if any(True for _ in child.buffers(recurse=False)):
             assert hasattr(child, "reset_buffers"), (
                 f"{type(child).__name__} has buffers but no reset_buffers(device)"

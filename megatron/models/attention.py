@@ -1,0 +1,123 @@
+"""Self-attention with a fused, grouped query-key-value projection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron.models.mlp import set_weight_init
+from megatron.models.rope import apply_rotary
+
+if TYPE_CHECKING:
+    from megatron.models.block import AttentionInputs, LayerContext
+
+
+class SelfAttention(nn.Module):
+    """Norm, linear_qkv, q/k norm, rotary positions, core_attention, linear_proj: [s, b, hidden] -> [s, b,
+    hidden].
+
+    Rows of linear_qkv go by query group: the group's query heads, its key, its value (Megatron's layout), so
+    that a tensor-parallel cut is a cut between groups.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        config, backend = context.config, context.backend
+        tp_size = context.mesh.size("tp")
+        if config.num_query_groups % tp_size:
+            raise ValueError(
+                f"--num-query-groups {config.num_query_groups} does not divide by "
+                f"--tensor-model-parallel-size {tp_size}: lower that size or raise the number of groups"
+            )
+        self._local_groups = config.num_query_groups // tp_size
+        self._heads_per_group = config.num_attention_heads // config.num_query_groups
+        self._head_dim = config.kv_channels
+        self._interleaved = config.rotary.interleaved
+        self._checkpoint = backend.checkpoint if config.recompute.selects("core_attn") else None
+        self._build_projections(context)
+        self.core_attention = backend.DotProductAttention(
+            config.num_attention_heads,
+            config.kv_channels,
+            num_gqa_groups=config.num_query_groups,
+            attention_dropout=config.attention_dropout,
+            attn_mask_type="causal",
+            softmax_scale=config.softmax_scale,
+            layer_number=context.layer_number,
+            cp_group=context.mesh.group("cp"),
+            cp_comm_type=context.cp_comm_type,
+        )
+        self.q_layernorm = context.head_norm() if config.qk_layernorm else None
+        self.k_layernorm = context.head_norm() if config.qk_layernorm else None
+
+    def _build_projections(self, context: LayerContext) -> None:
+        config, backend = context.config, context.backend
+        qkv_init = config.linear_init(config.hidden_size, config.qkv_projection_size)
+        proj_init = config.linear_init(config.query_projection_size, config.hidden_size, writes_residual=True)
+        self.linear_qkv = backend.LayerNormLinear(
+            config.hidden_size,
+            config.qkv_projection_size,
+            **config.norm_options,
+            bias=config.qkv_bias,
+            parallel_mode="column",
+            init_std=qkv_init.std,
+            name=f"layer{context.layer_number}.qkv",
+        )
+        self.linear_proj = backend.Linear(
+            config.query_projection_size,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            parallel_mode="row",
+            init_std=proj_init.std,
+            name=f"layer{context.layer_number}.proj",
+        )
+        set_weight_init(self.linear_qkv, qkv_init)
+        set_weight_init(self.linear_proj, proj_init)
+
+    def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
+        """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape."""
+        query, key, value = self._split_heads(self.linear_qkv(hidden))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if inputs.rotary is not None:
+            query = apply_rotary(query, inputs.rotary, self._interleaved)
+            key = apply_rotary(key, inputs.rotary, self._interleaved)
+        if self._checkpoint is None:
+            attended = self._attend(query, key, value, inputs.mask)
+        else:
+            attended = self._checkpoint(self._attend, query, key, value, inputs.mask)
+        return self.linear_proj(attended)
+
+    def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, rows of this rank] -> query [s, b, heads, d], key and value [s, b, groups, d]."""
+        s, b = mixed.shape[:2]
+        per_group, dim = self._heads_per_group, self._head_dim
+        mixed = mixed.view(s, b, self._local_groups, (per_group + 2) * dim)
+        query, key, value = mixed.split((per_group * dim, dim, dim), dim=-1)
+        return query.reshape(s, b, self._local_groups * per_group, dim), key, value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return self.core_attention(query, key, value)
+        return self.core_attention(query, key, value, attention_mask=mask, attn_mask_type="arbitrary")
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Causal attention that stays inside a document.
+
+    document_ids: [b, s] integers, equal within a document (any values). Returns bool [b, 1, s, s], True =
+    masked out.
+    """
+    s = document_ids.shape[1]
+    other = document_ids[:, :, None] != document_ids[:, None, :]
+    future = torch.ones(s, s, dtype=torch.bool, device=document_ids.device).triu(1)
+    return (other | future)[:, None]
+
+
+def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Document ids of one packed sequence: [1, length] from cumulative lengths [documents + 1] (from 0 to
+    `length`).
+    """
+    positions = torch.arange(length, device=cu_seqlens.device)
+    return (torch.searchsorted(cu_seqlens, positions, right=True) - 1)[None]

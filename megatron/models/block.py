@@ -1,0 +1,209 @@
+"""A transformer layer built from a spec, and the stack of layers that one pipeline stage owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.models.config import ModelConfig, RecomputeConfig
+from megatron.parallel.annotate import ParameterAnnotation, annotate
+
+if TYPE_CHECKING:
+    from megatron.models.backends.base import Backend
+    from megatron.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a builder of a layer's parts gets: the model, who makes layers, the mesh, and which layer it is
+    (from 1).
+    """
+
+    config: ModelConfig
+    backend: Backend
+    mesh: ParallelMesh
+    layer_number: int
+
+    @property
+    def cp_comm_type(self) -> str:
+        """How this layer's attention communicates over the context axis."""
+        types = self.config.cp_comm_type
+        return types[0] if len(types) == 1 else types[self.layer_number - 1]
+
+    def norm(self) -> nn.Module:
+        """A norm over hidden states that stands alone."""
+        return build_norm(self.config, self.backend, self.config.hidden_size)
+
+    def head_norm(self) -> nn.Module:
+        """A norm over the channels of each attention head (q/k norm): each tensor-parallel rank sees its own
+        heads.
+        """
+        module = build_norm(self.config, self.backend, self.config.kv_channels)
+        if self.backend.options.tp_size > 1:
+            for parameter in module.parameters():
+                annotate(parameter, ParameterAnnotation(replicated_gradient="sum"))
+        return module
+
+
+def build_norm(config: ModelConfig, backend: Backend, size: int) -> nn.Module:
+    """The config's norm over the last dim."""
+    make = backend.RMSNorm if config.normalization == "RMSNorm" else backend.LayerNorm
+    return make(size, eps=config.layernorm_epsilon, zero_centered_gamma=config.layernorm_zero_centered_gamma)
+
+
+Builder = Callable[[LayerContext], nn.Module]
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """What a layer is made of.
+
+    attention: builds a module called as (hidden, AttentionInputs) -> hidden. mlp: builds one called as hidden
+    -> hidden; its attribute `recompute_name` is the word of ``--recompute-modules`` that covers it.
+    input_layernorm, pre_mlp_layernorm: norms before them, for parts that do not begin with a fused norm of
+    their own.
+    """
+
+    attention: Builder
+    mlp: Builder
+    input_layernorm: Builder | None = None
+    pre_mlp_layernorm: Builder | None = None
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention needs beside the hidden states, the same for all layers of a forward.
+
+    rotary: cosines and sines [s, b, 1, rotary_dim] of the whole local sequence, None without rotary
+    positions.
+    mask: bool, True = masked out, broadcast to [b, 1, s_q, s_kv]; None: causal.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    mask: Tensor | None = None
+
+
+class HiddenDropout(nn.Module):
+    """Dropout of hidden states.
+
+    Ranks of a tensor-parallel group hold the same hidden states and must drop the same ones: the common
+    random stream. Under sequence parallelism they hold different tokens: the stream of this rank.
+    """
+
+    def __init__(self, probability: float, backend: Backend) -> None:
+        super().__init__()
+        self.probability = probability
+        self._tracker = backend.rng_tracker() if backend.options.sequence_parallel else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        if not self.training or self.probability == 0.0:
+            return hidden
+        if self._tracker is None:
+            return F.dropout(hidden, self.probability)
+        with self._tracker.fork():
+            return F.dropout(hidden, self.probability)
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        return f"p={self.probability}"
+
+
+class Block(nn.Module):
+    """One transformer layer: hidden + attention(hidden), then + mlp of that; [s, b, hidden] -> [s, b,
+    hidden].
+
+    The residual stream keeps the dtype of its input (fp32 with ``--fp32-residual-connection``); the parts
+    compute in the dtype of their weights.
+    """
+
+    def __init__(self, spec: BlockSpec, context: LayerContext) -> None:
+        super().__init__()
+        config, backend = context.config, context.backend
+        self.layer_number = context.layer_number
+        self.input_layernorm = spec.input_layernorm(context) if spec.input_layernorm else None
+        self.self_attention = spec.attention(context)
+        self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context) if spec.pre_mlp_layernorm else None
+        self.mlp = spec.mlp(context)
+        self.hidden_dropout = HiddenDropout(config.hidden_dropout, backend)
+        recompute_name = getattr(self.mlp, "recompute_name", None)
+        self._checkpoint_mlp = (
+            backend.checkpoint if recompute_name and config.recompute.selects(recompute_name) else None
+        )
+
+    def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
+        """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
+        dtype = self._compute_dtype()
+        x = hidden.to(dtype)
+        if self.input_layernorm is not None:
+            x = self.input_layernorm(x)
+        hidden = hidden + self.hidden_dropout(self.self_attention(x, inputs))
+        x = hidden.to(dtype)
+        if self.pre_mlp_layernorm is not None:
+            x = self.pre_mlp_layernorm(x)
+        y = self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)
+        return hidden + self.hidden_dropout(y)
+
+    def _compute_dtype(self) -> torch.dtype:
+        # Asked at run time: a data-parallel wrapper may compute in another dtype than the layers were built
+        # in.
+        return next(self.self_attention.parameters()).dtype
+
+
+class Decoder(nn.Module):
+    """The layers of one pipeline stage, named by global index, and the final norm where the stage has it."""
+
+    def __init__(
+        self,
+        spec_of: Callable[[int], BlockSpec],
+        contexts: Sequence[LayerContext],
+        final_norm: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        # keyed by global index, so that no name depends on the pipeline layout
+        self.layers = nn.ModuleDict(
+            {str(item.layer_number - 1): Block(spec_of(item.layer_number - 1), item) for item in contexts}
+        )
+        self.final_layernorm = final_norm
+        self._recompute = contexts[0].config.recompute if contexts else RecomputeConfig()
+        self._checkpoint = contexts[0].backend.checkpoint if contexts else _run_now
+
+    def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
+        """hidden: [s, b, hidden] -> the same shape, through the final norm where there is one."""
+        for blocks, recomputed in self._segments():
+            if recomputed and torch.is_grad_enabled():
+                hidden = self._checkpoint(_run_blocks, blocks, hidden, inputs)
+            else:
+                hidden = _run_blocks(blocks, hidden, inputs)
+        if self.final_layernorm is None:
+            return hidden
+        return self.final_layernorm(hidden.to(next(self.final_layernorm.parameters()).dtype))
+
+    def _segments(self) -> Iterator[tuple[list[nn.Module], bool]]:
+        """Runs of layers, and whether each run is recomputed as one."""
+        blocks = list(self.layers.values())
+        count = self._recompute.num_layers
+        if self._recompute.granularity != "full" or count is None:
+            yield blocks, False
+        elif self._recompute.method == "uniform":
+            for start in range(0, len(blocks), count):
+                yield blocks[start : start + count], True
+        else:
+            for block in blocks[:count]:
+                yield [block], True
+            yield blocks[count:], False
+
+
+def _run_now(function: Callable[..., Tensor], *args: object) -> Tensor:
+    return function(*args)
+
+
+def _run_blocks(blocks: list[nn.Module], hidden: Tensor, inputs: AttentionInputs) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, inputs)
+    return hidden

@@ -1,0 +1,342 @@
+"""What a model is: frozen, validated, without a word about devices, groups or training.
+
+Field names are the destinations of Megatron's flags (``--norm-epsilon`` -> ``layernorm_epsilon``), so that
+`ModelConfig.from_arguments` is a copy of attributes plus the few derivations that Megatron makes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.models.init import InitSpec
+
+ACTIVATIONS = ("gelu", "silu", "squared_relu", "quick_gelu", "relu")
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Which activations are thrown away in forward and computed again in backward.
+
+    granularity: None keeps everything; "full" checkpoints whole layers; "selective" checkpoints `modules`.
+    method, num_layers (full only): "uniform" checkpoints runs of `num_layers` layers; "block" checkpoints the
+    first
+        `num_layers` layers of a pipeline stage one by one and keeps the rest.
+    modules (selective only): "core_attn", "mlp"; "layernorm" means norms that stand alone (a norm fused with
+    the
+        linear that follows it belongs to that linear and is kept).
+    """
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ("core_attn",)
+
+    def __post_init__(self) -> None:
+        _one_of("--recompute-granularity", self.granularity, (None, "full", "selective"))
+        if self.granularity == "full":
+            _one_of(
+                "--recompute-method (with --recompute-granularity full)", self.method, ("uniform", "block")
+            )
+            if self.num_layers is None or self.num_layers < 1:
+                raise ValueError(
+                    f"--recompute-num-layers {self.num_layers}: granularity full needs a number >= 1"
+                )
+            return
+        if self.method is not None or self.num_layers is not None:
+            raise ValueError(
+                f"--recompute-method {self.method} and --recompute-num-layers {self.num_layers} belong to "
+                f"--recompute-granularity full, not to {self.granularity}: drop them or ask for full"
+            )
+        if self.granularity == "selective":
+            for module in self.modules:
+                _one_of("--recompute-modules", module, RECOMPUTE_MODULES)
+
+    def selects(self, module: str) -> bool:
+        """Whether selective recompute covers `module`."""
+        return self.granularity == "selective" and module in self.modules
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary positions (https://arxiv.org/abs/2104.09864).
+
+    percent: the part of each head that turns. interleaved: pairs are (0,1),(2,3).. rather than
+    (0,d/2),(1,d/2+1)..
+    seq_len_interpolation_factor: positions are divided by it (https://arxiv.org/abs/2306.15595).
+    scaling_factor: Llama 3.1's frequency scaling; None is off. original_max_position: the length it was
+    trained at.
+    """
+
+    base: float = 10000.0
+    percent: float = 1.0
+    interleaved: bool = False
+    seq_len_interpolation_factor: float | None = None
+    scaling_factor: float | None = None
+    original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        _positive("--rotary-base", self.base)
+        if not 0.0 < self.percent <= 1.0:
+            raise ValueError(f"--rotary-percent {self.percent}: give a number in (0, 1]")
+        if self.seq_len_interpolation_factor is not None:
+            _positive("--rotary-seq-len-interpolation-factor", self.seq_len_interpolation_factor)
+        if self.scaling_factor is not None:
+            _positive("--rope-scaling-factor", self.scaling_factor)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer. Invalid or contradictory values are a ValueError that names the flag.
+
+    ffn_hidden_size None: 4 x hidden, or for SwiGLU 8/3 x hidden rounded down to a multiple of 64, as in
+    Megatron.
+    num_query_groups None: as many as heads (no grouping). kv_channels None: hidden / heads.
+    embedding_init_method_std None: init_method_std. After construction none of these is None.
+    vocab_size is the true size; padded_vocab_size None: no padding. Padding rows are zero and never
+    predicted.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    ffn_hidden_size: int = None  # type: ignore[assignment]
+    num_query_groups: int = None  # type: ignore[assignment]
+    kv_channels: int = None  # type: ignore[assignment]
+    padded_vocab_size: int = None  # type: ignore[assignment]
+    position_embedding_type: str = "learned_absolute"
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    qk_layernorm: bool = False
+    activation: str = "gelu"
+    gated_linear_unit: bool = False
+    activation_func_clamp_value: float | None = None
+    glu_linear_offset: float = 0.0
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    softmax_scale: float | None = None
+    untie_embeddings_and_output_weights: bool = False
+    fp32_residual_connection: bool = False
+    init_method_std: float = 0.02
+    embedding_init_method_std: float = None  # type: ignore[assignment]
+    init_method_xavier_uniform: bool = False
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+        ):
+            _positive(_flag(name), getattr(self, name))
+        self._derive()
+        for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "layernorm_epsilon"):
+            _positive(_flag(name), getattr(self, name))
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"--num-query-groups {self.num_query_groups} must divide "
+                f"--num-attention-heads {self.num_attention_heads}"
+            )
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"--padded-vocab-size {self.padded_vocab_size} is smaller than --vocab-size {self.vocab_size}"
+            )
+        _one_of("--position-embedding-type", self.position_embedding_type, POSITION_EMBEDDINGS)
+        _one_of("--normalization", self.normalization, NORMALIZATIONS)
+        _one_of("activation", self.activation, ACTIVATIONS)
+        for name in ("attention_dropout", "hidden_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: give a probability in [0, 1)")
+        for name in ("init_method_std", "embedding_init_method_std"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} {getattr(self, name)}: give a number >= 0")
+        if self.position_embedding_type == "rope" and self.rotary_dim % 2:
+            raise ValueError(
+                f"--rotary-percent {self.rotary.percent} of a head of {self.kv_channels} channels turns "
+                f"{self.rotary_dim} of them, but rotation needs pairs: choose an even number"
+            )
+        if len(self.cp_comm_type) not in (1, self.num_layers):
+            raise ValueError(
+                f"--cp-comm-type has {len(self.cp_comm_type)} values: give one, or one for each of the "
+                f"{self.num_layers} layers"
+            )
+
+    def _derive(self) -> None:
+        """Fill the fields that were left None (the only writes to a frozen config, before anybody sees
+        it).
+        """
+        derived: dict[str, Any] = {}
+        if self.ffn_hidden_size is None:
+            swiglu = self.gated_linear_unit and self.activation == "silu"
+            derived["ffn_hidden_size"] = (
+                int(4 * self.hidden_size * 2 / 3 / 64) * 64 if swiglu else 4 * self.hidden_size
+            )
+        if self.num_query_groups is None:
+            derived["num_query_groups"] = self.num_attention_heads
+        if self.kv_channels is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
+                    f"{self.num_attention_heads}: change one of them or give --kv-channels"
+                )
+            derived["kv_channels"] = self.hidden_size // self.num_attention_heads
+        if self.padded_vocab_size is None:
+            derived["padded_vocab_size"] = self.vocab_size
+        if self.embedding_init_method_std is None:
+            derived["embedding_init_method_std"] = self.init_method_std
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def query_projection_size(self) -> int:
+        """Channels of all query heads together."""
+        return self.kv_channels * self.num_attention_heads
+
+    @property
+    def qkv_projection_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return self.query_projection_size + 2 * self.kv_channels * self.num_query_groups
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.kv_channels * self.rotary.percent)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the fused qkv projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the projections that write to the residual stream: std / sqrt(2 * layers)
+        (GPT-2).
+        """
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """Keyword arguments of a backend's LayerNormLinear that describe its norm."""
+        return {
+            "normalization": self.normalization,
+            "eps": self.layernorm_epsilon,
+            "zero_centered_gamma": self.layernorm_zero_centered_gamma,
+        }
+
+    def linear_init(self, fan_in: int, fan_out: int, *, writes_residual: bool = False) -> InitSpec:
+        """Initial distribution of a linear weight.
+
+        Xavier takes the global fans, so that it does not depend on tensor parallelism.
+        """
+        if self.init_method_xavier_uniform:
+            return InitSpec("uniform", math.sqrt(2.0 / (fan_in + fan_out)))
+        return InitSpec("normal", self.output_init_std if writes_residual else self.init_method_std)
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with other values, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_arguments(cls, arguments: Any) -> ModelConfig:
+        """The model that a namespace with Megatron's argument names describes.
+
+        Missing attributes take the defaults of this class (Megatron's). `vocab_size` must be there: the
+        tokenizer's size unless ``--vocab-size`` was given.
+        """
+        given = {
+            item.name: getattr(arguments, item.name)
+            for item in dataclasses.fields(cls)
+            if getattr(arguments, item.name, None) is not None
+        }
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "vocab_size",
+            "max_position_embeddings",
+        ):
+            if name not in given:
+                raise ValueError(f"{_flag(name)} is missing: a model cannot be built without it")
+        if not getattr(arguments, "group_query_attention", False):
+            given["num_query_groups"] = None
+        if "cp_comm_type" in given:
+            given["cp_comm_type"] = tuple(given["cp_comm_type"])
+        given["activation"], given["gated_linear_unit"] = _activation_of(arguments)
+        given["rotary"] = _rotary_of(arguments)
+        given["recompute"] = _recompute_of(arguments)
+        if getattr(arguments, "use_rotary_position_embeddings", False):
+            given["position_embedding_type"] = "rope"
+        if not getattr(arguments, "add_position_embedding", True):
+            given["position_embedding_type"] = (
+                "rope" if given.get("position_embedding_type") == "rope" else "none"
+            )
+        return cls(**given)
+
+
+def _activation_of(arguments: Any) -> tuple[str, bool]:
+    chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(arguments, name, False)]
+    if len(chosen) > 1:
+        raise ValueError(f"{' and '.join(map(_flag, chosen))} exclude each other: choose one activation")
+    table = {
+        "swiglu": ("silu", True),
+        "squared_relu": ("squared_relu", False),
+        "quick_geglu": ("quick_gelu", True),
+    }
+    return table[chosen[0]] if chosen else ("gelu", False)
+
+
+def _rotary_of(arguments: Any) -> RotaryConfig:
+    defaults = RotaryConfig()
+    scaled = getattr(arguments, "use_rope_scaling", False)
+    return RotaryConfig(
+        base=getattr(arguments, "rotary_base", defaults.base),
+        percent=getattr(arguments, "rotary_percent", defaults.percent),
+        interleaved=getattr(arguments, "rotary_interleaved", defaults.interleaved),
+        seq_len_interpolation_factor=getattr(arguments, "rotary_seq_len_interpolation_factor", None),
+        scaling_factor=getattr(arguments, "rope_scaling_factor", 8.0) if scaled else None,
+    )
+
+
+def _recompute_of(arguments: Any) -> RecomputeConfig:
+    granularity = getattr(arguments, "recompute_granularity", None)
+    if getattr(arguments, "recompute_activations", False):
+        if granularity == "full":
+            raise ValueError(
+                "--recompute-activations means --recompute-granularity selective: drop one of the two"
+            )
+        granularity = "selective"
+    return RecomputeConfig(
+        granularity=granularity,
+        method=getattr(arguments, "recompute_method", None),
+        num_layers=getattr(arguments, "recompute_num_layers", None),
+        modules=tuple(getattr(arguments, "recompute_modules", None) or ("core_attn",)),
+    )
+
+
+def _flag(name: str) -> str:
+    return {"layernorm_epsilon": "--norm-epsilon"}.get(name, "--" + name.replace("_", "-"))
+
+
+def _positive(flag: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
+        raise ValueError(f"{flag} {value!r}: give a number > 0")
+
+
+def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join("unset" if item is None else str(item) for item in allowed)
+        raise ValueError(f"{flag} {value}: choose one of {names}")

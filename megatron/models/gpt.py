@@ -1,0 +1,228 @@
+"""GPT: embedding, decoder, head; the model that `pretrain_gpt.py` trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.models.attention import SelfAttention, document_mask
+from megatron.models.block import (
+    AttentionInputs,
+    BlockSpec,
+    Decoder,
+    HiddenDropout,
+    LayerContext,
+    build_norm,
+)
+from megatron.models.config import ModelConfig
+from megatron.models.init import InitSpec
+from megatron.models.mlp import MLP
+from megatron.models.rope import rotary_table
+from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
+from megatron.parallel.loss import Vocabulary, vocab_parallel_cross_entropy
+
+if TYPE_CHECKING:
+    from megatron.models.backends.base import Backend
+    from megatron.parallel.mesh import ParallelMesh
+
+
+class Embedding(nn.Module):
+    """Token embeddings and learned positions: tokens [b, s] -> hidden states [s, b, hidden] (s / tp under
+    SP).
+
+    positions=False: tokens alone (rotary or no positions, and the head's copy on a pipeline's last stage).
+    """
+
+    def __init__(self, config: ModelConfig, backend: Backend, mesh: ParallelMesh, positions: bool) -> None:
+        super().__init__()
+        options = backend.options
+        self.word_embeddings = backend.VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            num_padded_embeddings=config.padded_vocab_size,
+            init_std=config.embedding_init_method_std,
+        )
+        self.position_embeddings: nn.Embedding | None = None
+        if positions:
+            shape = (config.max_position_embeddings, config.hidden_size)
+            weight = torch.empty(shape, dtype=options.params_dtype, device=options.device)
+            self.position_embeddings = nn.Embedding(*shape, _weight=weight)
+            if options.sequence_parallel:  # each rank looks up its piece of the sequence
+                annotate(self.position_embeddings.weight, ParameterAnnotation(replicated_gradient="sum"))
+            self.position_embeddings.weight.init_spec = InitSpec("normal", config.embedding_init_method_std)
+        self.dropout = HiddenDropout(config.hidden_dropout, backend)
+        self._fp32 = config.fp32_residual_connection
+        self._sequence_slice = (mesh.rank("tp"), mesh.size("tp")) if options.sequence_parallel else (0, 1)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """tokens, position_ids: [b, s] -> [s, b, hidden], [s / tp, b, hidden] under sequence parallelism."""
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            rank, size = self._sequence_slice
+            hidden = hidden + self.position_embeddings(position_ids.t().chunk(size)[rank])
+        if self._fp32:
+            hidden = hidden.float()
+        return self.dropout(hidden)
+
+
+class GPTModel(nn.Module):
+    """A decoder-only language model, or one pipeline stage of it.
+
+    Parameters are named as in Megatron's checkpoints and start uninitialised: `megatron.models.init` fills
+    them. A tied head shares its Parameter with the embedding; a last stage without the first keeps a copy
+    under the embedding's name.
+
+    pre_process, post_process: whether this stage has the embedding and the head. layers: global indices from
+    0 of its
+    layers (default: all).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: Backend,
+        mesh: ParallelMesh,
+        pre_process: bool = True,
+        post_process: bool = True,
+        layers: Iterable[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.pre_process, self.post_process = pre_process, post_process
+        self._mesh = mesh
+        _check_parallel(config, mesh)
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding: Embedding | None = None
+        if pre_process or (post_process and tied):
+            positions = pre_process and config.position_embedding_type == "learned_absolute"
+            self.embedding = Embedding(config, backend, mesh, positions)
+        indices = range(config.num_layers) if layers is None else layers
+        contexts = [LayerContext(config, backend, mesh, index + 1) for index in indices]
+        final_norm = build_norm(config, backend, config.hidden_size) if post_process else None
+        self.decoder = Decoder(self.block_spec, contexts, final_norm)
+        self.output_layer: nn.Module | None = None
+        if post_process:
+            self.output_layer = self._build_head(backend)
+
+    def block_spec(self, layer_index: int) -> BlockSpec:
+        """What the layer with this global index is made of."""
+        return BlockSpec(attention=SelfAttention, mlp=MLP)
+
+    def _build_head(self, backend: Backend) -> nn.Module:
+        config = self.config
+        head = backend.Linear(
+            config.hidden_size,
+            config.padded_vocab_size,
+            bias=False,
+            parallel_mode="column",
+            init_std=config.init_method_std,
+            name="output_layer",
+        )
+        if not config.untie_embeddings_and_output_weights:
+            assert self.embedding is not None
+            head.weight = self.embedding.word_embeddings.weight
+            self.register_state_dict_post_hook(_drop_tied_head)
+            self.register_load_state_dict_pre_hook(_restore_tied_head)
+        elif config.padded_vocab_size != config.vocab_size:
+            weight: Any = head.weight
+            annotate(weight, dataclasses.replace(annotation_of(weight), num_global_rows=config.vocab_size))
+        return head
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        hidden: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Run the stage.
+
+        tokens, labels: [b, s] of this context-parallel rank. position_ids: [b, s], needed under context
+        parallelism (its slices are not contiguous); default 0..s-1.
+        attention_mask: bool, True = masked out, [b or 1, 1, s, s], on top of nothing: it must hold causality
+        itself.
+        document_ids: [b, s], equal within a document: causal attention inside documents only.
+        hidden: [s, b, hidden] from the previous stage, instead of tokens, where this stage has no embedding.
+
+        Returns the stage's hidden states [s, b, hidden]; on the last stage the fp32 loss of each token [b, s]
+        if labels are given, else logits [b, s, padded vocabulary / tp] whose padding columns are -inf.
+        """
+        if self.pre_process:
+            assert self.embedding is not None and tokens is not None
+            if position_ids is None:
+                position_ids = self._default_positions(tokens)
+            hidden = self.embedding(tokens, position_ids)
+        assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
+        if position_ids is None and self.config.position_embedding_type == "rope":
+            raise ValueError(
+                "position_ids are needed on every pipeline stage of a model with rotary positions"
+            )
+        inputs = self._attention_inputs(position_ids, attention_mask, document_ids)
+        hidden = self.decoder(hidden, inputs)
+        if self.output_layer is None:
+            return hidden
+        logits = self.output_layer(hidden)
+        if labels is None:
+            return self._without_padding(logits).transpose(0, 1)
+        losses = vocab_parallel_cross_entropy(logits, labels.t(), self._vocabulary())
+        return losses.t().contiguous()
+
+    def _default_positions(self, tokens: Tensor) -> Tensor:
+        if self._mesh.size("cp") > 1:
+            raise ValueError(
+                "position_ids are needed under context parallelism: a rank's tokens are not contiguous"
+            )
+        return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+    def _attention_inputs(
+        self, position_ids: Tensor | None, mask: Tensor | None, document_ids: Tensor | None
+    ) -> AttentionInputs:
+        config = self.config
+        rotary = None
+        if config.position_embedding_type == "rope":
+            if position_ids is None:
+                raise ValueError("rotary positions need position_ids on every pipeline stage")
+            rotary = rotary_table(config.rotary, config.rotary_dim, position_ids)
+        if document_ids is not None:
+            if mask is not None:
+                raise ValueError("give attention_mask or document_ids, not both")
+            mask = document_mask(document_ids)
+        return AttentionInputs(rotary=rotary, mask=mask)
+
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.config.vocab_size, self._mesh.group("tp"))
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        real = self._vocabulary().num_real(logits.shape[-1])
+        if real == logits.shape[-1]:
+            return logits
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        return logits.masked_fill(padding, float("-inf"))
+
+
+def _check_parallel(config: ModelConfig, mesh: ParallelMesh) -> None:
+    tp_size = mesh.size("tp")
+    for flag, value in (
+        ("--num-attention-heads", config.num_attention_heads),
+        ("--ffn-hidden-size", config.ffn_hidden_size),
+        ("padded vocabulary (--make-vocab-size-divisible-by)", config.padded_vocab_size),
+    ):
+        if value % tp_size:
+            raise ValueError(f"{flag} {value} does not divide by --tensor-model-parallel-size {tp_size}")
+
+
+def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Checkpoints hold a tied weight once, under the embedding's name."""
+    state.pop(f"{prefix}output_layer.weight", None)
+
+
+def _restore_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    source = f"{prefix}embedding.word_embeddings.weight"
+    if source in state:
+        state.setdefault(f"{prefix}output_layer.weight", state[source])

@@ -1,0 +1,73 @@
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864), its interpolation and Llama 3.1's frequency
+scaling.
+
+Nothing here is a buffer. A buffer made on meta comes back as garbage, one of a bf16 model is rounded, and
+pipeline chunks would own copies that can differ; the few frequencies are computed from the config in fp32, on
+the device of the positions, once per forward.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.models.config import RotaryConfig
+
+# Llama 3.1's constants (transformers' "llama3" rope type, Megatron's --use-rope-scaling)
+_LOW_FREQUENCY_FACTOR = 1.0
+_HIGH_FREQUENCY_FACTOR = 4.0
+
+
+def inverse_frequencies(config: RotaryConfig, dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """Radians per position of each of the dim / 2 pairs: fp32 [dim / 2]."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    frequencies = 1.0 / (config.base**exponents)
+    if config.scaling_factor is None:
+        return frequencies
+    return _scale_llama3(frequencies, config.scaling_factor, config.original_max_position)
+
+
+def _scale_llama3(frequencies: Tensor, factor: float, original_length: int) -> Tensor:
+    """Divide low frequencies by `factor`, keep high ones, interpolate between (Llama 3.1)."""
+    turns = original_length * frequencies / (2 * math.pi)  # full turns within the original length
+    smooth = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
+    kept = smooth.clamp(0.0, 1.0)
+    return frequencies * kept + frequencies / factor * (1.0 - kept)
+
+
+def rotary_table(config: RotaryConfig, dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `apply_rotary`: fp32 [s, b, 1, dim] each.
+
+    position_ids: [b, s] integers; whatever they say is what is used (context-parallel slices, reset
+    documents).
+    """
+    positions = position_ids.t().to(torch.float32)
+    if config.seq_len_interpolation_factor is not None:
+        positions = positions / config.seq_len_interpolation_factor
+    angles = positions[..., None] * inverse_frequencies(config, dim, position_ids.device)
+    if config.interleaved:
+        angles = angles.repeat_interleave(2, dim=-1)
+    else:
+        angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+
+
+def apply_rotary(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
+    """Turn the first channels of each head; the channels after `dim` pass.
+
+    x: [s, b, heads, channels]. table: from `rotary_table`, dim <= channels.
+    """
+    cos, sin = (item.to(x.dtype) for item in table)
+    dim = cos.shape[-1]
+    turned = x if dim == x.shape[-1] else x[..., :dim]
+    turned = turned * cos + _rotate_half(turned, interleaved) * sin
+    return turned if dim == x.shape[-1] else torch.cat((turned, x[..., dim:]), dim=-1)
+
+
+def _rotate_half(x: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
