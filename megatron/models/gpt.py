@@ -23,7 +23,7 @@ from megatron.models.init import InitSpec
 from megatron.models.mlp import MLP
 from megatron.models.rope import rotary_table
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
-from megatron.parallel.loss import Vocabulary, vocab_parallel_cross_entropy
+from megatron.parallel.loss import vocab_parallel_cross_entropy
 
 if TYPE_CHECKING:
     from megatron.models.backends.base import Backend
@@ -170,7 +170,8 @@ class GPTModel(nn.Module):
         logits = self.output_layer(hidden)
         if labels is None:
             return self._without_padding(logits).transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self._vocabulary())
+        real = self._num_real_columns(logits.shape[-1])
+        losses = vocab_parallel_cross_entropy(logits, labels.t(), self._mesh.group("tp"), real)
         return losses.t().contiguous()
 
     def _default_positions(self, tokens: Tensor) -> Tensor:
@@ -195,11 +196,12 @@ class GPTModel(nn.Module):
             mask = document_mask(document_ids)
         return AttentionInputs(rotary=rotary, mask=mask)
 
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.config.vocab_size, self._mesh.group("tp"))
+    def _num_real_columns(self, local: int) -> int:
+        """Columns of this rank's logits that belong to the vocabulary; the rest are padding."""
+        return max(0, min(local, self.config.vocab_size - self._mesh.rank("tp") * local))
 
     def _without_padding(self, logits: Tensor) -> Tensor:
-        real = self._vocabulary().num_real(logits.shape[-1])
+        real = self._num_real_columns(logits.shape[-1])
         if real == logits.shape[-1]:
             return logits
         padding = torch.arange(logits.shape[-1], device=logits.device) >= real
