@@ -25,11 +25,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from megatron.parallel.loss import linear_cross_entropy
+from megatron.parallel.tensor import LinearPlan
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import ParallelMesh
@@ -179,9 +182,14 @@ class Backend(ABC):
 
     @abstractmethod
     def LayerNorm(
-        self, hidden_size: int, *, eps: float = 1e-5, zero_centered_gamma: bool = False
+        self,
+        hidden_size: int,
+        *,
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        tensor_partial: bool = False,
     ) -> nn.Module:
-        """Layer norm over the last dim; parameters weight, bias."""
+        """Layer norm over the last dim; parameters weight, bias. tensor_partial: as for RMSNorm."""
 
     @abstractmethod
     def RMSNorm(
@@ -195,8 +203,7 @@ class Backend(ABC):
         """RMS norm over the last dim; parameter weight.
 
         tensor_partial: the layer sees only this tensor-parallel rank's heads (q/k norm), so that its gradient
-            must be
-        summed over tp even without sequence parallelism.
+        must be summed over tp even without sequence parallelism.
         """
 
     @abstractmethod
@@ -218,12 +225,11 @@ class Backend(ABC):
 
         kv_channels: head dim, or (of q and k, of v). softmax_scale None: 1/sqrt(head dim).
         attn_mask_type: "no_mask", "causal", "padding", "padding_causal" (attention_mask bool, True = masked
-            out,
-        [b, 1, 1, s] of the keys) or "arbitrary" (attention_mask [b or 1, 1, s_q, s_kv]).
-        forward(query, key, value, attention_mask=None, attn_mask_type=None, qkv_format=None,
-        cu_seqlens_q=None, cu_seqlens_kv=None) takes [s, b, heads, head_dim] ("sbhd"), [b, s, ...] ("bshd")
-        or, for documents packed one after the other, [t, heads, head_dim] with cu_seqlens ("thd"); gives [s,
-        b, heads * v_dim], [b, s, ...], [t, ...].
+        out, [b, 1, 1, s] of the keys) or "arbitrary" (attention_mask [b or 1, 1, s_q, s_kv]).
+        forward(query, key, value, attention_mask=None, *, attn_mask_type=None, qkv_format=None,
+        cu_seqlens_q=None, document_ids=None) takes [s, b, heads, head_dim] ("sbhd"), [b, s, ...] ("bshd") or,
+        for documents packed one after the other, [t, heads, head_dim] with cu_seqlens ("thd"); gives
+        [s, b, heads * v_dim], [b, s, ...], [t, ...].
         """
 
     @abstractmethod
@@ -258,3 +264,18 @@ class Backend(ABC):
     @abstractmethod
     def needs_backward_dw(self, module: nn.Module) -> bool:
         """True where `module.backward_dw()` must be called after backward (delayed weight gradients)."""
+
+    def linear_cross_entropy(
+        self, head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, num_real: int | None = None
+    ) -> torch.Tensor:
+        """Loss of each token, [s, b], without the logits ever existing as a whole.
+
+        Args:
+            head: a column-parallel Linear without bias; only its weight is used, and its wgrad is not
+                delayed.
+            hidden: [s, b, h] as the head takes it. labels: [s, b], global words.
+            num_real: this rank's rows of the head that are no padding; None: all.
+        """
+        options = self.options
+        plan = LinearPlan(options.tp_group, options.sequence_parallel, options.fuse_wgrad_accumulation)
+        return linear_cross_entropy(hidden, cast(torch.Tensor, head.weight), labels, plan, num_real)
