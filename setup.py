@@ -47,10 +47,15 @@ setup(
         "hf": ["transformers>=4.51", "safetensors"],
         "wandb": ["wandb"],
         "dev": [
+            "pytest>=8",
             "hypothesis",
+            # what transformer_engine's Python part imports; itself it comes without dependencies (scripts/env.sh)
+            "einops",
+            "onnxscript",
+            "pydantic",
+            # the linters
             "mypy",
             "pre-commit",
-            "pytest>=8",
             "ruff",
             "types-PyYAML",
         ],
