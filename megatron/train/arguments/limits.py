@@ -1,0 +1,327 @@
+"""What must divide, fit or lie in a range: checked on resolved values, before any process group exists."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron.train.arguments.tables import flags_by_dest
+
+# destination: (lowest, highest or None, whether the highest itself is allowed)
+_RANGES: dict[str, tuple[float, float | None, bool]] = {
+    "attention_dropout": (0, 1, False),
+    "hidden_dropout": (0, 1, False),
+    "adam_beta1": (0, 1, False),
+    "adam_beta2": (0, 1, False),
+    "adam_eps": (0, None, True),
+    "sgd_momentum": (0, 1, False),
+    "clip_grad": (0, None, True),
+    "weight_decay": (0, None, True),
+    "layernorm_epsilon": (0, None, True),
+    "init_method_std": (0, None, True),
+    "rotary_percent": (0, 1, True),
+    "lr_warmup_fraction": (0, 1, False),
+    "lr_warmup_iters": (0, None, True),
+    "lr_warmup_samples": (0, None, True),
+    "lr_warmup_init": (0, None, True),
+    "min_lr": (0, None, True),
+    "lr": (0, None, True),
+    "seed": (0, None, True),
+    "num_workers": (0, None, True),
+    "eval_iters": (0, None, True),
+    "ffn_hidden_size": (1, None, True),
+    "kv_channels": (1, None, True),
+    "num_query_groups": (1, None, True),
+    "vocab_size": (1, None, True),
+    "train_iters": (0, None, True),
+    "train_samples": (1, None, True),
+    "lr_decay_iters": (1, None, True),
+    "lr_decay_samples": (1, None, True),
+    "eval_interval": (1, None, True),
+    "save_interval": (1, None, True),
+    "save_retain_interval": (1, None, True),
+    "exit_interval": (1, None, True),
+    "log_interval": (1, None, True),
+    "tensorboard_log_interval": (1, None, True),
+    "distributed_timeout_minutes": (1, None, True),
+    "num_distributed_optimizer_instances": (1, None, True),
+    "expert_model_parallel_size": (1, None, True),
+    "expert_tensor_parallel_size": (1, None, True),
+    "recompute_num_layers": (1, None, True),
+    "loss_scale_window": (1, None, True),
+    "hysteresis": (1, None, True),
+    "num_dataset_builder_threads": (1, None, True),
+}
+
+
+def check_limits(v: Namespace) -> None:
+    """Raises ValueError naming flags, values and the fix. v: a resolved namespace."""
+    for check in _CHECKS:
+        check(v)
+
+
+def _multiple(what: str, value: int, of: str, by: int) -> None:
+    if by and value % by:
+        raise ValueError(
+            f"{what} {value} is not a multiple of {of}: take {value // by * by + by}, or lower the other side"
+        )
+
+
+def _ranges(v: Namespace) -> None:
+    for dest, (low, high, closed) in _RANGES.items():
+        value = getattr(v, dest)
+        if value is None:
+            continue
+        flag = flags_by_dest()[dest][0].name
+        if not value >= low:
+            raise ValueError(f"{flag} {value}: give {low} or more")
+        if high is not None and not (value <= high if closed else value < high):
+            raise ValueError(f"{flag} {value}: give a number {'up to' if closed else 'below'} {high}")
+
+
+def _tensor(v: Namespace) -> None:
+    tensor = v.tensor_model_parallel_size
+    by = f"--tensor-model-parallel-size {tensor}"
+    _multiple("--num-attention-heads", v.num_attention_heads, by, tensor)
+    _multiple(
+        "--num-attention-heads",
+        v.num_attention_heads,
+        f"--num-query-groups {v.num_query_groups}",
+        v.num_query_groups,
+    )
+    if v.num_query_groups % tensor and tensor % v.num_query_groups:
+        raise ValueError(
+            f"--num-query-groups {v.num_query_groups} and {by}: one must be a multiple of the other"
+        )
+    _multiple("--ffn-hidden-size", v.ffn_hidden_size, by, tensor)
+    if v.padded_vocab_size is not None:
+        _multiple("--padded-vocab-size", v.padded_vocab_size, by, tensor)
+        if v.vocab_size is not None and v.padded_vocab_size < v.vocab_size:
+            raise ValueError(
+                f"--padded-vocab-size {v.padded_vocab_size} is smaller than --vocab-size "
+                f"{v.vocab_size}: raise it"
+            )
+
+
+def _sequence(v: Namespace) -> None:
+    length, context, tensor = v.seq_length, v.context_parallel_size, v.tensor_model_parallel_size
+    if context > 1:
+        _multiple("--seq-length", length, f"2 x --context-parallel-size {context}", 2 * context)
+    if v.sequence_parallel:
+        _multiple(
+            "--seq-length",
+            length,
+            f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} "
+            "(--sequence-parallel)",
+            context * tensor,
+        )
+    if v.max_position_embeddings < length:
+        raise ValueError(
+            f"--max-position-embeddings {v.max_position_embeddings} is less than --seq-length "
+            f"{length}: raise it"
+        )
+    if len(v.cp_comm_type) not in (1, v.num_layers):
+        raise ValueError(
+            f"--cp-comm-type has {len(v.cp_comm_type)} values: give one, or one for each of "
+            f"--num-layers {v.num_layers}"
+        )
+    for kind in v.cp_comm_type:
+        if kind not in ("p2p", "a2a", "all_gather", "a2a+p2p"):
+            raise ValueError(f"--cp-comm-type {kind}: choose p2p, a2a or all_gather")
+    if "a2a" in v.cp_comm_type and context > 1:
+        # Ulysses exchanges sequence for heads: each context rank takes whole heads.
+        by = f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} (--cp-comm-type a2a)"
+        _multiple("--num-attention-heads", v.num_attention_heads, by, tensor * context)
+        groups = max(v.num_query_groups, tensor)
+        if groups % (tensor * context):
+            raise ValueError(
+                f"--num-query-groups {v.num_query_groups} is not a multiple of {by}: use --cp-comm-type p2p"
+            )
+
+
+def _pipeline(v: Namespace) -> None:
+    stages = v.pipeline_model_parallel_size
+    if stages == 1 or v.pipeline_model_parallel_layout is not None:
+        return
+    layers = v.num_layers + v.account_for_embedding_in_pipeline_split + v.account_for_loss_in_pipeline_split
+    chunks = v.virtual_pipeline_model_parallel_size or 1
+    first, last = v.decoder_first_pipeline_num_layers, v.decoder_last_pipeline_num_layers
+    middle, rest = stages - (first is not None) - (last is not None), layers - (first or 0) - (last or 0)
+    if rest < 0 or (middle == 0 and rest) or (middle and rest % (middle * chunks)):
+        raise ValueError(
+            f"--num-layers {v.num_layers} does not spread over --pipeline-model-parallel-size {stages}"
+            f"{f' x {chunks} virtual stages' if chunks > 1 else ''}: {rest} layers for {middle} stages; give "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers or a "
+            "--pipeline-model-parallel-layout"
+        )
+    if chunks > 1:
+        group = v.microbatch_group_size_per_vp_stage or stages
+        if group < stages:
+            raise ValueError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
+                f"--pipeline-model-parallel-size {stages}: raise it"
+            )
+        _multiple(
+            "interleaving: the number of microbatches (--global-batch-size / --micro-batch-size / "
+            "data parallel)",
+            v.num_microbatches,
+            f"--pipeline-model-parallel-size {stages}",
+            stages,
+        )
+
+
+def _experts(v: Namespace) -> None:
+    experts = v.num_experts
+    if experts is None:
+        return
+    if experts < 1:
+        raise ValueError(f"--num-experts {experts}: give 1 or more")
+    if not 1 <= v.moe_router_topk <= experts:
+        raise ValueError(
+            f"--moe-router-topk {v.moe_router_topk}: choose between 1 and --num-experts {experts}"
+        )
+    size, tensor = v.expert_model_parallel_size, v.expert_tensor_parallel_size
+    _multiple("--num-experts", experts, f"--expert-model-parallel-size {size}", size)
+    _multiple(
+        "--moe-ffn-hidden-size", v.moe_ffn_hidden_size, f"--expert-tensor-parallel-size {tensor}", tensor
+    )
+    grid = size * tensor * v.pipeline_model_parallel_size
+    if v.world_size % grid:
+        raise ValueError(
+            f"{v.world_size} ranks cannot hold --expert-model-parallel-size {size} x "
+            "--expert-tensor-parallel-size "
+            f"{tensor} x --pipeline-model-parallel-size {v.pipeline_model_parallel_size}: "
+            f"start a multiple of {grid} ranks or lower one of them"
+        )
+    copies, outer = v.world_size // grid, v.num_distributed_optimizer_instances
+    if copies % outer:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {outer} does not divide the {copies} copies of "
+            "each expert: "
+            "lower it or --expert-model-parallel-size"
+        )
+    groups = v.moe_router_num_groups
+    if groups is not None:
+        _multiple("--num-experts", experts, f"--moe-router-num-groups {groups}", groups)
+        if not 1 <= v.moe_router_group_topk <= groups:
+            raise ValueError(
+                f"--moe-router-group-topk {v.moe_router_group_topk}: choose between 1 and "
+                f"--moe-router-num-groups {groups}"
+            )
+        if v.moe_router_topk > v.moe_router_group_topk * (experts // groups):
+            raise ValueError(
+                f"--moe-router-topk {v.moe_router_topk} is more than --moe-router-group-topk "
+                f"{v.moe_router_group_topk} groups of {experts // groups} experts hold: lower it"
+            )
+    pattern = v.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) != v.num_layers:
+        raise ValueError(
+            f"--moe-layer-freq describes {len(pattern)} layers, but --num-layers is {v.num_layers}: "
+            "make them equal"
+        )
+    kinds, weights = v.moe_router_load_balancing_type, v.moe_aux_loss_coeff
+    if isinstance(kinds, list) and (not isinstance(weights, list) or len(kinds) != len(weights)):
+        raise ValueError(
+            f"--moe-router-load-balancing-type has {len(kinds)} values: give --moe-aux-loss-coeff as many"
+        )
+
+
+def _data_parallel(v: Namespace) -> None:
+    outer = v.num_distributed_optimizer_instances
+    if v.data_parallel_size % outer:
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {outer} does not divide the data-parallel size "
+            f"{v.data_parallel_size}: choose a divisor of it"
+        )
+    if outer > 1 and v.sharding_strategy == "no_shard":
+        raise ValueError(
+            f"--num-distributed-optimizer-instances {outer} with nothing sharded: add "
+            "--use-distributed-optimizer "
+            "or --use-megatron-fsdp, or drop it"
+        )
+    if v.outer_sharding_strategy == "optim" and v.sharding_strategy != "optim_grads_params":
+        raise ValueError(
+            "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy "
+            "optim_grads_params, not "
+            f"{v.sharding_strategy}: use that, or --outer-dp-sharding-strategy no_shard"
+        )
+    if (
+        v.check_weight_hash_across_dp_replicas_interval is not None
+        and v.sharding_strategy == "optim_grads_params"
+    ):
+        raise ValueError(
+            "--check-weight-hash-across-dp-replicas-interval "
+            f"{v.check_weight_hash_across_dp_replicas_interval}: "
+            "optim_grads_params leaves no replicas to compare; drop it"
+        )
+
+
+def _schedule(v: Namespace) -> None:
+    if v.skip_train:
+        return
+    if not v.train_iters:
+        raise ValueError(
+            "--train-iters is missing: give the number of steps, or --train-samples, or --skip-train"
+        )
+    if v.lr is None:
+        raise ValueError("--lr is missing: give the highest learning rate")
+    if v.min_lr > v.lr:
+        raise ValueError(f"--min-lr {v.min_lr} is above --lr {v.lr}: lower it")
+    if v.decoupled_lr is not None and (v.decoupled_min_lr or 0.0) > v.decoupled_lr:
+        raise ValueError(
+            f"--decoupled-min-lr {v.decoupled_min_lr} is above --decoupled-lr {v.decoupled_lr}: lower it"
+        )
+    for warmup, decay, default in (
+        ("lr_warmup_iters", "lr_decay_iters", v.train_iters),
+        ("lr_warmup_samples", "lr_decay_samples", v.train_samples),
+    ):
+        most = getattr(v, decay) or default
+        if most and getattr(v, warmup) >= most and getattr(v, warmup) > 0:
+            raise ValueError(
+                f"--{warmup.replace('_', '-')} {getattr(v, warmup)} leaves nothing of the {most} of "
+                "the schedule "
+                f"(--{decay.replace('_', '-')}): lower it"
+            )
+    if v.save_retain_interval is not None:
+        _multiple(
+            "--save-retain-interval",
+            v.save_retain_interval,
+            f"--save-interval {v.save_interval}",
+            v.save_interval,
+        )
+
+
+def _recompute(v: Namespace) -> None:
+    if v.recompute_num_layers is not None and v.recompute_num_layers > v.num_layers:
+        raise ValueError(
+            f"--recompute-num-layers {v.recompute_num_layers} is more than --num-layers "
+            f"{v.num_layers}: lower it"
+        )
+
+
+def _sources(v: Namespace) -> None:
+    files = (v.data_path, v.data_args_path, v.train_data_path, v.valid_data_path, v.test_data_path)
+    if not v.mock_data and v.per_split_data_args_path is None and not any(files):
+        raise ValueError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
+
+
+def _profile(v: Namespace) -> None:
+    if v.profile and v.profile_step_end <= v.profile_step_start:
+        raise ValueError(
+            f"--profile-step-end {v.profile_step_end} is not after --profile-step-start "
+            f"{v.profile_step_start}"
+        )
+
+
+_CHECKS: tuple[Callable[[Namespace], None], ...] = (
+    _ranges,
+    _tensor,
+    _sequence,
+    _pipeline,
+    _experts,
+    _data_parallel,
+    _schedule,
+    _recompute,
+    _sources,
+    _profile,
+)

@@ -1,0 +1,239 @@
+"""Flags: checkpoints."""
+
+from __future__ import annotations
+
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+
+WRITER = "tunes the process that writes checkpoints"
+PARALLEL_SAVE = "every rank always writes what it holds"
+PARALLEL_LOAD = "every rank always reads what it needs"
+NO_REPLICATION = "copies of local checkpoints need nvidia-resiliency-ext"
+
+TITLE = "Checkpoints"
+
+FLAGS: tuple[Flag, ...] = (
+    works("--save", str, None, "Folder for checkpoints.", "train/checkpoint.py"),
+    works(
+        "--save-interval",
+        int,
+        None,
+        "Steps between checkpoints.",
+        "train/checkpoint.py",
+        aliases=("--persistent-save-interval",),
+    ),
+    works(
+        "--save-retain-interval",
+        int,
+        None,
+        "Keep only checkpoints at multiples of this step, and the last.",
+        "train/checkpoint.py",
+    ),
+    works("--no-save-optim", Switch.ON, None, "Without optimizer state.", "train/checkpoint.py"),
+    works("--no-save-rng", Switch.ON, None, "Without random states.", "train/checkpoint.py"),
+    works("--load", str, None, "Folder to resume from.", "train/checkpoint.py"),
+    works("--no-load-optim", Switch.ON, None, "Without optimizer state.", "train/checkpoint.py"),
+    works("--no-load-rng", Switch.ON, None, "Without random states.", "train/checkpoint.py"),
+    works(
+        "--exit-on-missing-checkpoint",
+        Switch.ON,
+        False,
+        "An error instead of a fresh start when --load holds no checkpoint.",
+        "train/checkpoint.py",
+    ),
+    works("--ckpt-step", int, None, "The step to load, instead of the last.", "train/checkpoint.py"),
+    no_op(
+        "--ckpt-format",
+        str,
+        "torch_dist",
+        "there is one format, torch.distributed.checkpoint's, which every layout loads",
+        choices=(
+            "torch",
+            "torch_dist",
+            "torch_dcp",
+            "fsdp_dtensor",
+        ),
+        refused_values=(("torch", "one file per rank cannot be resharded; use torch_dist or torch_dcp"),),
+    ),
+    no_op("--auto-detect-ckpt-format", Switch.ON, False, "there is one format"),
+    works("--async-save", Switch.ON, False, "Write checkpoints in the background.", "train/checkpoint.py"),
+    no_op("--use-persistent-ckpt-worker", Switch.ON, False, WRITER),
+    no_op(
+        "--async-strategy",
+        str,
+        "nvrx",
+        WRITER,
+        choices=(
+            "nvrx",
+            "mcore",
+        ),
+    ),
+    no_op("--async-ckpt-cpu-priority", int, 10, WRITER),
+    no_op("--async-ckpt-io-priority", int, 3, WRITER),
+    no_op("--async-ckpt-use-cpu-shm", Switch.ON, False, WRITER),
+    no_op(
+        "--ckpt-assume-constant-structure",
+        Switch.ON,
+        False,
+        "plans of a save are arithmetic and cost nothing to make again",
+    ),
+    no_op(
+        "--ckpt-fully-parallel-save",
+        Switch.ON,
+        False,
+        PARALLEL_SAVE,
+        dest="ckpt_fully_parallel_save_deprecated",
+    ),
+    no_op("--no-ckpt-fully-parallel-save", Switch.OFF, True, PARALLEL_SAVE, dest="ckpt_fully_parallel_save"),
+    no_op(
+        "--ckpt-fully-parallel-save-process-group",
+        str,
+        "dp",
+        PARALLEL_SAVE,
+        choices=(
+            "dp",
+            "ep_dp",
+        ),
+    ),
+    no_op("--ckpt-fully-parallel-load", Switch.ON, False, PARALLEL_LOAD),
+    no_op(
+        "--ckpt-fully-parallel-load-exchange-algo",
+        str,
+        "broadcast",
+        PARALLEL_LOAD,
+        choices=(
+            "broadcast",
+            "gather_rounds",
+            "gather_object",
+        ),
+    ),
+    no_op("--ckpt-fully-parallel-load-per-rank-objects", Switch.ON, False, PARALLEL_LOAD),
+    no_op(
+        "--ckpt-fully-parallel-load-process-group",
+        str,
+        "dp",
+        PARALLEL_LOAD,
+        choices=(
+            "dp",
+            "ep_dp",
+        ),
+    ),
+    no_op("--ckpt-drop-redundant-extra-state", Switch.ON, False, "no redundant extra state is written"),
+    no_op("--ckpt-pg-tensors-cache-create", Switch.ON, False, "tunes the start of NCCL groups"),
+    no_op("--ckpt-pg-tensors-cache-path", str, None, "tunes the start of NCCL groups"),
+    no_op(
+        "--no-ckpt-load-validate-sharding-integrity",
+        Switch.OFF,
+        True,
+        "what is loaded is always checked",
+        aliases=("--disable-ckpt-load-validate-sharding-integrity",),
+        dest="ckpt_load_validate_sharding_integrity",
+    ),
+    no_op(
+        "--dist-ckpt-strictness",
+        str,
+        "assume_ok_unexpected",
+        "missing and unexpected keys are always an error that names them",
+        choices=(
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "return_unexpected",
+            "return_all",
+            "ignore_all",
+        ),
+    ),
+    no_op(
+        "--dist-ckpt-optim-fully-reshardable",
+        Switch.ON,
+        False,
+        "optimizer state always loads in every layout",
+    ),
+    refused("--dist-ckpt-save-pre-mcore-014", Switch.ON, False, "an older layout of megatron-core"),
+    no_op("--dist-ckpt-workers", int, 1, WRITER),
+    no_op(
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        Switch.ON,
+        False,
+        "optimizer state always loads in every layout",
+    ),
+    not_yet("--verify-integrity", Switch.ON, False, "checksums of checkpoints are not there"),
+    refused(
+        "--no-strict-fsdp-dtensor-load",
+        Switch.OFF,
+        True,
+        "missing and unexpected keys are always an error that names them",
+        aliases=("--disable-strict-fsdp-dtensor-load",),
+        dest="strict_fsdp_dtensor_load",
+    ),
+    not_yet(
+        "--use-checkpoint-args", Switch.ON, False, "arguments of a checkpoint are compared, not taken over"
+    ),
+    refused(
+        "--use-mp-args-from-checkpoint-args",
+        Switch.ON,
+        False,
+        "a checkpoint loads in every layout; give the layout of this run",
+    ),
+    not_yet("--load-main-params-from-ckpt", Switch.ON, False, "main parameters are what checkpoints hold"),
+    not_yet(
+        "--non-persistent-save-interval",
+        int,
+        None,
+        "checkpoints that are replaced by the next are not there; use --save-retain-interval",
+    ),
+    not_yet(
+        "--non-persistent-ckpt-type",
+        str,
+        None,
+        "see --non-persistent-save-interval",
+        choices=(
+            "global",
+            "local",
+            "in_memory",
+        ),
+    ),
+    not_yet("--non-persistent-global-ckpt-dir", str, None, "see --non-persistent-save-interval"),
+    not_yet(
+        "--non-persistent-local-ckpt-algo",
+        str,
+        "fully_parallel",
+        "see --non-persistent-save-interval",
+        choices=(
+            "fully_parallel",
+            "atomic",
+        ),
+    ),
+    not_yet("--non-persistent-local-ckpt-dir", str, None, "see --non-persistent-save-interval"),
+    refused("--replication", Switch.ON, False, NO_REPLICATION),
+    refused("--replication-factor", int, 2, NO_REPLICATION),
+    refused("--replication-jump", int, None, NO_REPLICATION),
+    refused(
+        "--ckpt-convert-format",
+        str,
+        None,
+        "use megatron/tools for conversions",
+        choices=(
+            "torch",
+            "torch_dist",
+        ),
+    ),
+    refused("--ckpt-convert-save", str, None, "use megatron/tools for conversions"),
+    refused(
+        "--ckpt-convert-update-legacy-dist-opt-format", Switch.ON, False, "use megatron/tools for conversions"
+    ),
+    not_yet("--override-ckpt-iteration", int, None, "the step is the checkpoint's"),
+    not_yet(
+        "--no-save-tokenizer-assets",
+        Switch.OFF,
+        True,
+        "tokenizer files are not copied into checkpoints",
+        aliases=("--disable-save-tokenizer-assets",),
+        dest="save_tokenizer_assets",
+    ),
+    refused("--enable-msc", Switch.ON, False, "checkpoints and data lie in files"),
+    no_op(
+        "--disable-msc", Switch.ON, False, "checkpoints and data lie in files", dest="disable_msc_deprecated"
+    ),
+)

@@ -1,0 +1,43 @@
+"""Flags: ours, which Megatron does not have."""
+
+from __future__ import annotations
+
+from megatron.train.arguments.flag import Flag, Switch, works
+
+TITLE = "Additions of this project"
+
+FLAGS: tuple[Flag, ...] = (
+    works(
+        "--validate-only",
+        Switch.ON,
+        False,
+        "Check the flags for the world size of torchrun's environment, print the resolved "
+        "configuration as JSON "
+        "and stop.",
+        "train/arguments/parse.py",
+    ),
+    works(
+        "--fp64",
+        Switch.ON,
+        False,
+        "Compute, accumulate and keep everything in float64, for tests of equality.",
+        "train/arguments/resolve.py",
+    ),
+    works(
+        "--optimizer-impl",
+        str,
+        "auto",
+        "The implementation of the optimizer; auto takes Transformer Engine's or apex's on CUDA where "
+        "they are "
+        "installed, else torch's fused one.",
+        "train/optimizer.py",
+    ),
+    works(
+        "--metrics-file",
+        str,
+        None,
+        "File that gets one JSON object per log interval and evaluation.",
+        "train/report.py",
+        test="train/test_metrics.py",
+    ),
+)

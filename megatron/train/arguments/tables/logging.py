@@ -1,0 +1,132 @@
+"""Flags: logs."""
+
+from __future__ import annotations
+
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+
+NO_STRAGGLERS = "the report of slow ranks is not there"
+NO_ONE_LOGGER = "One Logger is not used"
+NO_OTEL = "use tensorboard, wandb or metrics.jsonl"
+
+TITLE = "Logs"
+
+FLAGS: tuple[Flag, ...] = (
+    works("--log-interval", int, 100, "Steps between log lines.", "train/metrics.py"),
+    works(
+        "--log-params-norm", Switch.ON, False, "The norm of all parameters in the log.", "train/metrics.py"
+    ),
+    works(
+        "--log-num-zeros-in-grad",
+        Switch.ON,
+        False,
+        "The number of zero gradients in the log.",
+        "train/metrics.py",
+    ),
+    works("--log-throughput", Switch.ON, False, "TFLOP/s per rank in the log line.", "train/metrics.py"),
+    not_yet("--log-progress", Switch.ON, False, "progress.txt is not written; metrics.jsonl has every step"),
+    works("--log-memory-interval", int, None, "Steps between reports of memory.", "train/metrics.py"),
+    works(
+        "--log-device-memory-used",
+        Switch.ON,
+        False,
+        "Memory of the whole device in the log.",
+        "train/metrics.py",
+    ),
+    not_yet("--log-energy", Switch.ON, False, "energy is not measured"),
+    works(
+        "--log-timers-to-tensorboard",
+        Switch.ON,
+        False,
+        "Times of the phases to tensorboard.",
+        "train/metrics.py",
+    ),
+    works("--log-memory-to-tensorboard", Switch.ON, False, "Memory to tensorboard.", "train/metrics.py"),
+    works(
+        "--log-validation-ppl-to-tensorboard",
+        Switch.ON,
+        False,
+        "Perplexity of the validation loss to tensorboard.",
+        "train/metrics.py",
+    ),
+    works(
+        "--log-world-size-to-tensorboard",
+        Switch.ON,
+        False,
+        "The number of ranks to tensorboard.",
+        "train/metrics.py",
+    ),
+    works(
+        "--no-log-loss-scale-to-tensorboard",
+        Switch.OFF,
+        True,
+        "No loss scale in tensorboard.",
+        "train/metrics.py",
+        aliases=("--disable-log-loss-scale-to-tensorboard",),
+        dest="log_loss_scale_to_tensorboard",
+    ),
+    works("--tensorboard-dir", str, None, "Folder for tensorboard.", "train/metrics.py"),
+    works("--tensorboard-log-interval", int, 1, "Steps between points in tensorboard.", "train/metrics.py"),
+    works(
+        "--tensorboard-queue-size",
+        int,
+        1000,
+        "Points that tensorboard keeps before it writes.",
+        "train/metrics.py",
+    ),
+    works("--wandb-project", str, None, "Weights & Biases project.", "train/metrics.py"),
+    works("--wandb-exp-name", str, None, "Weights & Biases name of the run.", "train/metrics.py"),
+    works("--wandb-entity", str, None, "Weights & Biases team.", "train/metrics.py"),
+    works("--wandb-save-dir", str, None, "Weights & Biases folder.", "train/metrics.py"),
+    works(
+        "--timing-log-level",
+        int,
+        0,
+        "Phases that are timed: 0 the step, 1 its parts, 2 all.",
+        "train/metrics.py",
+        choices=(
+            0,
+            1,
+            2,
+        ),
+    ),
+    works(
+        "--timing-log-option",
+        str,
+        "minmax",
+        "max, minmax or all over ranks.",
+        "train/metrics.py",
+        choices=(
+            "max",
+            "minmax",
+            "all",
+        ),
+    ),
+    works(
+        "--no-barrier-with-level-1-timing",
+        Switch.OFF,
+        True,
+        "Time without a barrier first.",
+        "train/metrics.py",
+        dest="barrier_with_L1_time",
+    ),
+    works("--logging-level", int, None, "Level of Python's logging.", "train/initialize.py"),
+    not_yet("--log-straggler", Switch.ON, False, NO_STRAGGLERS),
+    not_yet("--disable-straggler-on-startup", Switch.ON, False, NO_STRAGGLERS),
+    not_yet("--straggler-ctrlr-port", int, 65535, NO_STRAGGLERS),
+    not_yet("--straggler-minmax-count", int, 1, NO_STRAGGLERS),
+    no_op("--no-one-logger", Switch.OFF, True, NO_ONE_LOGGER, dest="enable_one_logger"),
+    no_op("--one-logger-async", Switch.ON, False, NO_ONE_LOGGER),
+    no_op("--one-logger-project", str, "megatron-lm", NO_ONE_LOGGER),
+    no_op("--one-logger-run-name", str, None, NO_ONE_LOGGER),
+    no_op("--app-tag-run-name", str, None, NO_ONE_LOGGER),
+    no_op("--app-tag-run-version", str, "0.0.0", NO_ONE_LOGGER),
+    not_yet("--config-logger-dir", str, "", "the configuration is printed by --validate-only"),
+    not_yet("--save-activations-interval", int, None, "activations are not written to files"),
+    not_yet("--save-dgrads-interval", int, None, "gradients are not written to files"),
+    not_yet("--save-wgrads-interval", int, None, "gradients are not written to files"),
+    not_yet("--save-params-interval", int, None, "parameters are not written to files"),
+    not_yet("--save-tokens-per-expert-interval", int, None, "router counts are not written to files"),
+    refused("--otel-enabled", Switch.ON, False, NO_OTEL),
+    refused("--otel-service-name", str, None, NO_OTEL),
+    refused("--otel-span-groups", str, None, NO_OTEL),
+)

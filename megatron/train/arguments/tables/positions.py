@@ -1,0 +1,119 @@
+"""Flags: position embeddings."""
+
+from __future__ import annotations
+
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.values import layer_pattern
+
+YARN_WITH_MLA = "YaRN comes with multi-latent attention"
+NO_YARN = "YaRN is not there"
+
+TITLE = "Position embeddings"
+
+FLAGS: tuple[Flag, ...] = (
+    works(
+        "--position-embedding-type",
+        str,
+        "learned_absolute",
+        "learned_absolute, rope or none.",
+        "models/config.py",
+        test="models/test_gpt.py",
+        choices=(
+            "learned_absolute",
+            "rope",
+            "yarn",
+            "mrope",
+            "relative",
+            "none",
+        ),
+        refused_values=(
+            ("yarn", "YaRN is not there without --multi-latent-attention"),
+            ("mrope", "multimodal rotary positions are not part of text pretraining"),
+            ("relative", "relative attention biases are not there"),
+        ),
+    ),
+    works(
+        "--use-rotary-position-embeddings",
+        Switch.ON,
+        False,
+        "The older spelling of --position-embedding-type rope.",
+        "train/arguments/resolve.py",
+    ),
+    works(
+        "--no-position-embedding",
+        Switch.OFF,
+        True,
+        "The older spelling of --position-embedding-type rope or none: no learned table.",
+        "train/arguments/resolve.py",
+        dest="add_position_embedding",
+    ),
+    works("--rotary-base", int, 10000, "Base of the rotary frequencies.", "models/config.py"),
+    works("--rotary-percent", float, 1.0, "Part of each head that is rotated.", "models/config.py"),
+    works(
+        "--rotary-interleaved",
+        Switch.ON,
+        False,
+        "Rotate neighbouring pairs instead of halves.",
+        "models/config.py",
+    ),
+    works(
+        "--rotary-seq-len-interpolation-factor",
+        int,
+        None,
+        "Positions are divided by this.",
+        "models/config.py",
+    ),
+    works(
+        "--use-rope-scaling",
+        Switch.ON,
+        False,
+        "Llama 3.1's scaling of rotary frequencies.",
+        "models/config.py",
+    ),
+    works("--rope-scaling-factor", float, 8.0, "Factor of --use-rope-scaling.", "models/config.py"),
+    not_yet("--rotary-scaling-factor", float, 1.0, YARN_WITH_MLA),
+    not_yet(
+        "--rope-type",
+        str,
+        None,
+        YARN_WITH_MLA,
+        choices=(
+            "rope",
+            "yarn",
+        ),
+    ),
+    not_yet("--mscale", float, 1.0, YARN_WITH_MLA),
+    not_yet("--mscale-all-dim", float, 0.0, YARN_WITH_MLA),
+    not_yet("--yarn-beta-fast", float, None, NO_YARN),
+    not_yet("--yarn-beta-slow", float, None, NO_YARN),
+    not_yet("--yarn-correction-range-round-to-int", Switch.ON, None, NO_YARN),
+    not_yet(
+        "--no-yarn-correction-range-round-to-int",
+        Switch.OFF,
+        True,
+        NO_YARN,
+        dest="yarn_correction_range_round_to_int",
+    ),
+    not_yet("--yarn-original-max-position-embeddings", int, None, NO_YARN),
+    not_yet("--no-rope-freq", layer_pattern, None, "layers without rotary positions are not there"),
+    refused(
+        "--mrope-section",
+        int,
+        None,
+        "multimodal rotary positions are not part of text pretraining",
+        nargs="+",
+    ),
+    refused(
+        "--relative-attention-max-distance", int, 128, "relative attention biases (T5) are not part of GPT"
+    ),
+    refused(
+        "--relative-attention-num-buckets", int, 32, "relative attention biases (T5) are not part of GPT"
+    ),
+    no_op(
+        "--no-rope-fusion",
+        Switch.OFF,
+        True,
+        "the rotation is not a fused kernel here",
+        dest="apply_rope_fusion",
+    ),
+)

@@ -1,0 +1,42 @@
+"""Flags: profiling."""
+
+from __future__ import annotations
+
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, works
+
+TITLE = "Profiling"
+
+FLAGS: tuple[Flag, ...] = (
+    works(
+        "--profile",
+        Switch.ON,
+        False,
+        "Profile the steps from --profile-step-start to --profile-step-end.",
+        "train/loop.py",
+    ),
+    works("--profile-step-start", int, 10, "First profiled step.", "train/loop.py"),
+    works("--profile-step-end", int, 12, "First step that is not profiled any more.", "train/loop.py"),
+    works(
+        "--profile-ranks", int, [], "Ranks that profile; rank 0 when not given.", "train/loop.py", nargs="+"
+    ),
+    works(
+        "--use-pytorch-profiler",
+        Switch.ON,
+        False,
+        "torch's profiler instead of cudaProfilerStart for nsys.",
+        "train/loop.py",
+    ),
+    works("--pytorch-profiler-collect-callstack", Switch.ON, False, "With Python stacks.", "train/loop.py"),
+    works("--pytorch-profiler-collect-shapes", Switch.ON, False, "With shapes.", "train/loop.py"),
+    not_yet("--pytorch-profiler-collect-chakra", Switch.ON, False, "Chakra traces are not there"),
+    not_yet("--record-shapes", Switch.ON, False, "shapes in emitted NVTX ranges are not there"),
+    no_op("--nvtx-ranges", Switch.ON, False, "phases are always marked by record_function"),
+    works(
+        "--record-memory-history",
+        Switch.ON,
+        False,
+        "Record allocations and write a snapshot.",
+        "train/loop.py",
+    ),
+    works("--memory-snapshot-path", str, "snapshot.pickle", "File of the snapshot.", "train/loop.py"),
+)

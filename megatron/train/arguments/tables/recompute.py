@@ -1,0 +1,71 @@
+"""Flags: activation memory."""
+
+from __future__ import annotations
+
+from megatron.train.arguments.flag import Flag, Switch, not_yet, works
+
+NO_OFFLOAD = "offloading of activations is not there"
+
+TITLE = "Activation memory"
+
+FLAGS: tuple[Flag, ...] = (
+    works(
+        "--recompute-activations",
+        Switch.ON,
+        False,
+        "The same as --recompute-granularity selective.",
+        "train/arguments/resolve.py",
+    ),
+    works(
+        "--recompute-granularity",
+        str,
+        None,
+        "full: whole layers are run again in backward; selective: the modules of --recompute-modules.",
+        "train/arguments/resolve.py",
+        choices=(
+            "full",
+            "selective",
+        ),
+    ),
+    works(
+        "--recompute-method",
+        str,
+        None,
+        "With full: uniform (every group of layers) or block (the first layers).",
+        "train/recompute.py",
+        choices=(
+            "uniform",
+            "block",
+        ),
+    ),
+    works(
+        "--recompute-num-layers",
+        int,
+        None,
+        "With full: layers in a group (uniform), or layers recomputed (block).",
+        "train/recompute.py",
+    ),
+    works(
+        "--recompute-modules",
+        str,
+        None,
+        "With selective: core_attn (the default), layernorm, mlp.",
+        "train/arguments/resolve.py",
+        nargs="+",
+    ),
+    not_yet(
+        "--distribute-saved-activations",
+        Switch.ON,
+        False,
+        "saved activations stay on their rank; use --sequence-parallel",
+    ),
+    not_yet("--cpu-offloading-num-layers", int, 0, NO_OFFLOAD),
+    not_yet("--cpu-offloading-retain-pinned-cpu-buffers", Switch.ON, False, NO_OFFLOAD),
+    not_yet("--fine-grained-activation-offloading", Switch.ON, False, NO_OFFLOAD),
+    not_yet("--fine-grained-offloading-max-inflight-offloads", int, None, NO_OFFLOAD),
+    not_yet("--offload-modules", str, [], NO_OFFLOAD, nargs="+"),
+    not_yet("--activation-offload-fraction", float, 1.0, NO_OFFLOAD),
+    not_yet("--delay-offload-until-cuda-graph", Switch.ON, False, NO_OFFLOAD),
+    not_yet("--delta-offload-bytes-across-pp-ranks", int, 0, NO_OFFLOAD),
+    not_yet("--min-offloaded-tensor-size", int, 1048576, NO_OFFLOAD),
+)
