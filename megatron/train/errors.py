@@ -1,0 +1,105 @@
+"""How a run ends badly: one clear line for what a user can fix, a traceback for what is our bug, on every
+rank.
+
+Note "Whose error": a ValueError raised by a line of ours (this package's directories, tools and datasets
+included) is the user's and becomes one line. The same exception from inside torch is a bug and keeps its
+traceback.
+
+Note "Who prints": ranks usually fail with the same message at the same time, and a rank that fails alone
+makes the others fail in their next collective. The rendezvous store counts: the first failing rank prints
+its reason, later ones print only what is new. Before there is a store, ranks other than 0 wait a moment: a
+launcher that sees rank 0 end stops them, and a rank that failed alone still speaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+USER_EXIT_CODE = 2
+BUG_EXIT_CODE = 1
+PEER_EXIT_CODE = 3
+
+_ALONE_SECONDS = 2.0
+
+_OURS = Path(__file__).resolve().parent.parent
+_PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "remote process has terminated",
+    "ncclremoteerror",
+)
+
+
+class RunStopped(RuntimeError):
+    """The run must end, and the message says all there is to say (NaN, a full disk, a foreign checkpoint)."""
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether `error` is the user's to fix (note "Whose error")."""
+    if isinstance(error, RunStopped):
+        return True
+    if not isinstance(error, ValueError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return False
+    path = Path(frames[-1].filename).resolve()
+    return _OURS in path.parents and (_OURS / "core") not in path.parents
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether `error` only says that another rank has gone."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_LOST)
+
+
+@contextlib.contextmanager
+def one_line_errors(rank: int = 0) -> Iterator[None]:
+    """End the process with a message instead of raising.
+
+    Exit status: 2 the user's error, 1 a bug (with its traceback), 3 another rank has gone.
+    """
+    try:
+        yield
+    except Exception as error:
+        sys.stdout.flush()
+        code, text = _report(error, rank)
+        if _first_to_say(text, rank):
+            print(text, file=sys.stderr, flush=True)
+        # Not sys.exit: leaving the interpreter would wait in the destructors of communicators whose peers
+        # are at work, and of data-loading threads.
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _report(error: BaseException, rank: int) -> tuple[int, str]:
+    if is_users(error):
+        return USER_EXIT_CODE, f"error: {' '.join(str(error).split())}"
+    if is_lost_peer(error):
+        return PEER_EXIT_CODE, "error: a rank has gone; its own message says why"
+    lines = "".join(traceback.format_exception(error))
+    return BUG_EXIT_CODE, f"[rank {rank}] {lines}".rstrip()
+
+
+def _first_to_say(text: str, rank: int) -> bool:
+    """Whether no rank has printed `text` yet (note "Who prints")."""
+    if not dist.is_initialized():
+        if rank != 0:
+            time.sleep(_ALONE_SECONDS)
+        return True
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        key = "megatron.train.errors/" + hashlib.sha1(text.encode()).hexdigest()
+        return store.add(key, 1) == 1
+    return True

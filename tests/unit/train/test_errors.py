@@ -1,0 +1,68 @@
+"""Whose error it is, what is printed, and how the process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.train.errors import RunStopped, is_lost_peer, is_users
+from megatron.train.lr_schedule import ScheduleConfig
+
+
+def caught(action: object) -> BaseException:
+    try:
+        action()  # type: ignore[operator]
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_a_value_error_of_ours_is_the_users() -> None:
+    assert is_users(caught(lambda: ScheduleConfig(max_lr=-1.0)))
+
+
+def test_other_errors_are_bugs() -> None:
+    import torch
+
+    assert not is_users(caught(lambda: int("x")))  # a ValueError, but not from a line of ours
+    assert not is_users(caught(lambda: torch.ones(2).view(3)))
+    assert not is_users(caught(lambda: {}["x"]))
+    assert is_users(RunStopped("enough"))
+
+
+def test_lost_peers() -> None:
+    assert is_lost_peer(RuntimeError("[../gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
+    assert not is_lost_peer(RuntimeError("shapes differ"))
+    assert not is_lost_peer(ValueError("Connection closed by peer"))
+
+
+PROGRAM = """
+from megatron.train.errors import RunStopped, one_line_errors
+from megatron.train.lr_schedule import ScheduleConfig
+with one_line_errors({rank}):
+    {action}
+print("still here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "words"),
+    [
+        ("pass", 0, ""),
+        ("ScheduleConfig(max_lr=0.1, min_lr=0.2)", 2, "error: --lr 0.1 is below --min-lr 0.2"),
+        ("raise RunStopped('one\\n line')", 2, "error: one line"),
+        ("raise RuntimeError('Connection closed by peer')", 3, "error: a rank has gone"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+    ],
+)
+def test_exit_status_and_message(action: str, code: int, words: str) -> None:
+    program = PROGRAM.format(rank=0, action=action)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
+    assert ("Traceback" in result.stderr) == (code == 1)
+    assert ("still here" in result.stdout) == (code == 0)
+    if code == 2:
+        assert len(result.stderr.strip().splitlines()) == 1
