@@ -1,0 +1,366 @@
+"""Gather, reduce-scatter and all-reduce of flat buffers, as a table per backend.
+
+Nothing else in the package knows backends. Each operation takes a list of flat buffers (the groups of one unit), so
+that a backend that can coalesce launches them as one, and returns a pending operation at once.
+
+Note [gloo]
+gloo's reduce_scatter puts as many bytes on the wire as an all_reduce, and its collectives run in order in one worker
+thread. Here every rank sends each peer its slot and sums what it received, in fp32 whatever went over the wire: the
+least bytes possible, and the sends of different operations overlap. Every message has a tag of its own from a counter
+per process group, so that matching never depends on when a rank posts it. docs/benchmarks.md has the measurements.
+
+Note [NCCL]
+Only equal-count, in-place all_gather_into_tensor, reduce_scatter_tensor and all_reduce: an all-to-all
+reduce-scatter would multiply the traffic between nodes and lose in-network reduction. Sums are made in the wire dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_FIRST_TAG = 1 << 16
+# One counter per live process group, shared by everything in the process that uses the group.
+_TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_COMMUNICATORS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes that this rank sent for one kind of operation."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Pending(Protocol):
+    """An operation in flight."""
+
+    def poll(self) -> bool:
+        """Start the next phase if the current one has ended, without waiting; True if nothing is left to do."""
+
+    def wait(self) -> None:
+        """Return when the result is usable by the current stream."""
+
+
+class Communicator:
+    """One process group as FSDP uses it: size, rank, backend and what went over it.
+
+    A size-1 communicator (group None) does nothing. Gathers and reductions get communicators of their own where the
+    backend runs one communicator's operations in launch order (see `twin`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.backend = "none" if group is None else dist.get_backend(group)
+        self.traffic: dict[str, Traffic] = {}
+        self._operations = _operations_of(self.backend)
+
+    def twin(self) -> Communicator:
+        """Return a communicator over the same ranks whose operations are ordered apart from this one's."""
+        if self.group is None or not self._operations.ordered:
+            return self
+        ranks = dist.get_process_group_ranks(self.group)
+        return Communicator(dist.new_group(ranks, use_local_synchronization=True))
+
+    def next_tag(self) -> int:
+        """Return a message tag that is new for the process group and the same on all its ranks."""
+        return next(_TAGS.setdefault(self.group, itertools.count(_FIRST_TAG)))
+
+    def count(self, operation: str, num_bytes: int) -> None:
+        """Add one call of `operation` with `num_bytes` sent by this rank."""
+        traffic = self.traffic.setdefault(operation, Traffic())
+        traffic.calls += 1
+        traffic.bytes += num_bytes
+
+    def slot(self, buffer: Tensor, rank: int | None = None) -> Tensor:
+        """Return the equal part of `buffer` that belongs to `rank` (default: this rank)."""
+        rank = self.rank if rank is None else rank
+        numel = buffer.numel() // self.size
+        return buffer.narrow(0, rank * numel, numel)
+
+    def all_gather(self, buffers: Sequence[Tensor]) -> Pending:
+        """Fill each flat buffer with every rank's slot, in place."""
+        if self.size == 1:
+            return Done()
+        return self._operations.all_gather(self, buffers)
+
+    def reduce_scatter(self, buffers: Sequence[Tensor]) -> Reduction:
+        """Sum each flat buffer over the ranks; `Reduction.results` are this rank's slots of the sums."""
+        if self.size == 1:
+            return Reduction(list(buffers))
+        return self._operations.reduce_scatter(self, buffers)
+
+    def all_reduce(self, buffers: Sequence[Tensor]) -> Reduction:
+        """Sum each flat buffer over the ranks, in place; every rank gets the same bits."""
+        if self.size == 1:
+            return Reduction(list(buffers))
+        return self._operations.all_reduce(self, buffers)
+
+
+class MeshCommunicators:
+    """The communicators of one placement: gather and reduce, inner and outer axis. Made when first used."""
+
+    def __init__(self, inner: dist.ProcessGroup | None, outer: dist.ProcessGroup | None) -> None:
+        self.gather = Communicator(inner)
+        self.outer_gather = Communicator(outer)
+
+    @functools.cached_property
+    def reduce(self) -> Communicator:
+        """Reductions over the inner axis."""
+        return self.gather.twin()
+
+    @functools.cached_property
+    def outer_reduce(self) -> Communicator:
+        """Reductions over the outer axis."""
+        return self.outer_gather.twin()
+
+
+def mesh_communicators(inner: dist.ProcessGroup, outer: dist.ProcessGroup | None) -> MeshCommunicators:
+    """Return the communicators of (inner, outer): the same ones for every unit and model on these groups."""
+    by_outer = _COMMUNICATORS.setdefault(inner, {})
+    key = None if outer is None else weakref.ref(outer)
+    if key not in by_outer:
+        by_outer[key] = MeshCommunicators(inner, outer)
+    return by_outer[key]
+
+
+class Done:
+    """An operation that had nothing to do."""
+
+    def poll(self) -> bool:
+        """Nothing is left to do."""
+        return True
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class WorkList:
+    """Waits for torch work handles, then runs `after` once (the local part of the operation)."""
+
+    def __init__(self, works: Sequence[dist.Work], after: Callable[[], None] | None = None) -> None:
+        self._works: list[dist.Work] = list(works)
+        self._after = after
+
+    def poll(self) -> bool:
+        """Run the local part if all handles are done."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait for the handles, then run the local part."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._after is not None:
+            after, self._after = self._after, None
+            after()
+
+
+class Reduction:
+    """A reduction in flight; `results` hold the sums after `wait`."""
+
+    def __init__(self, results: list[Tensor], pending: Pending | None = None) -> None:
+        self.results = results
+        self._pending = pending or Done()
+
+    def poll(self) -> bool:
+        """Start the next phase if the current one has ended."""
+        return self._pending.poll()
+
+    def wait(self) -> None:
+        """Wait for the sums."""
+        self._pending.wait()
+
+
+class TwoPhases:
+    """Runs `second()` when `first` is done and waits for both."""
+
+    def __init__(self, first: Pending, second: Callable[[], Pending]) -> None:
+        self._first = first
+        self._make_second = second
+        self._second: Pending | None = None
+
+    def poll(self) -> bool:
+        """Start the second phase if the first has ended."""
+        if self._second is None:
+            if not self._first.poll():
+                return False
+            self._second = self._make_second()
+        return self._second.poll()
+
+    def wait(self) -> None:
+        """Wait for both phases."""
+        if self._second is None:
+            self._first.wait()
+            self._second = self._make_second()
+        self._second.wait()
+
+
+@dataclass(frozen=True)
+class Operations:
+    """One column of the table. `ordered`: operations of one group run in launch order."""
+
+    all_gather: Callable[[Communicator, Sequence[Tensor]], Pending]
+    reduce_scatter: Callable[[Communicator, Sequence[Tensor]], Reduction]
+    all_reduce: Callable[[Communicator, Sequence[Tensor]], Reduction]
+    ordered: bool
+
+
+# --- gloo -------------------------------------------------------------------------------------------
+
+
+def _exchange(
+    comm: Communicator, outgoing: Callable[[int], Tensor], incoming: Callable[[int], Tensor]
+) -> list[dist.Work]:
+    """Send `outgoing(peer)` to and receive `incoming(peer)` from every other rank of the group."""
+    tag, works = comm.next_tag(), []
+    for step in range(1, comm.size):
+        source = (comm.rank - step) % comm.size
+        works.append(dist.irecv(incoming(source), group=comm.group, group_src=source, tag=tag))
+    for step in range(1, comm.size):
+        peer = (comm.rank + step) % comm.size
+        works.append(dist.isend(outgoing(peer), group=comm.group, group_dst=peer, tag=tag))
+    return works
+
+
+def _gloo_all_gather(comm: Communicator, buffers: Sequence[Tensor]) -> Pending:
+    works: list[dist.Work] = []
+    for buffer in buffers:
+        own = comm.slot(buffer)
+        works += _exchange(
+            comm, lambda peer, own=own: own, lambda peer, buffer=buffer: comm.slot(buffer, peer)
+        )
+        comm.count("all_gather", own.nbytes * (comm.size - 1))
+    return WorkList(works)
+
+
+def _gloo_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction:
+    works: list[dist.Work] = []
+    received = []
+    for buffer in buffers:
+        numel = buffer.numel() // comm.size
+        parts = buffer.new_empty((comm.size - 1) * numel)
+        place = {(comm.rank - step) % comm.size: (step - 1) * numel for step in range(1, comm.size)}
+        works += _exchange(
+            comm,
+            lambda peer, buffer=buffer: comm.slot(buffer, peer),
+            lambda peer, parts=parts, place=place, numel=numel: parts.narrow(0, place[peer], numel),
+        )
+        received.append(parts)
+        comm.count("reduce_scatter", parts.nbytes)
+    reduction = Reduction([comm.slot(buffer) for buffer in buffers])
+
+    def add_received() -> None:
+        for index, parts in enumerate(received):
+            total = reduction.results[index]
+            if total.dtype in (torch.bfloat16, torch.float16):
+                total = total.float()
+            for part in parts.view(comm.size - 1, -1):
+                total.add_(part)
+            reduction.results[index] = total
+        received.clear()
+
+    reduction._pending = WorkList(works, add_received)
+    return reduction
+
+
+def _gloo_all_reduce(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction:
+    if any(buffer.numel() % comm.size for buffer in buffers):
+        works = []
+        for buffer in buffers:
+            works.append(dist.all_reduce(buffer, group=comm.group, async_op=True))
+            comm.count("all_reduce", 2 * buffer.nbytes * (comm.size - 1) // comm.size)
+        return Reduction(list(buffers), WorkList(works))
+    # The tags of the second phase are drawn when the first is posted, so that they match on all ranks.
+    scatter = _gloo_reduce_scatter(comm, buffers)
+    tags = [comm.next_tag() for _ in buffers]
+
+    def gather() -> Pending:
+        works: list[dist.Work] = []
+        for buffer, total, tag in zip(buffers, scatter.results, tags, strict=True):
+            own = comm.slot(buffer)
+            if total.data_ptr() != own.data_ptr():
+                own.copy_(total)
+            for step in range(1, comm.size):
+                source, peer = (comm.rank - step) % comm.size, (comm.rank + step) % comm.size
+                works.append(
+                    dist.irecv(comm.slot(buffer, source), group=comm.group, group_src=source, tag=tag)
+                )
+                works.append(dist.isend(own, group=comm.group, group_dst=peer, tag=tag))
+            comm.count("all_gather", own.nbytes * (comm.size - 1))
+        return WorkList(works)
+
+    return Reduction(list(buffers), TwoPhases(scatter, gather))
+
+
+# --- NCCL, and the fake backend of a dry run ---------------------------------------------------------
+
+
+def _coalesced(
+    comm: Communicator, launch: Callable[[Tensor], dist.Work | None], buffers: Sequence[Tensor]
+) -> Pending:
+    if len(buffers) == 1 or comm.backend == "fake":
+        works = [launch(buffer) for buffer in buffers]
+        return WorkList([work for work in works if work is not None])
+    with dist._coalescing_manager(group=comm.group, device=buffers[0].device, async_ops=True) as manager:
+        for buffer in buffers:
+            launch(buffer)
+    return WorkList([manager])  # type: ignore[list-item]
+
+
+def _ordered_all_gather(comm: Communicator, buffers: Sequence[Tensor]) -> Pending:
+    def launch(buffer: Tensor) -> dist.Work | None:
+        own = comm.slot(buffer)
+        comm.count("all_gather", own.nbytes * (comm.size - 1))
+        return dist.all_gather_into_tensor(buffer, own, group=comm.group, async_op=True)
+
+    return _coalesced(comm, launch, buffers)
+
+
+def _ordered_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction:
+    def launch(buffer: Tensor) -> dist.Work | None:
+        own = comm.slot(buffer)
+        comm.count("reduce_scatter", own.nbytes * (comm.size - 1))
+        return dist.reduce_scatter_tensor(own, buffer, group=comm.group, async_op=True)
+
+    pending = _coalesced(comm, launch, buffers)
+    return Reduction([comm.slot(buffer) for buffer in buffers], pending)
+
+
+def _ordered_all_reduce(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction:
+    def launch(buffer: Tensor) -> dist.Work | None:
+        comm.count("all_reduce", 2 * buffer.nbytes * (comm.size - 1) // comm.size)
+        return dist.all_reduce(buffer, group=comm.group, async_op=True)
+
+    pending = _coalesced(comm, launch, buffers)
+    return Reduction(list(buffers), pending)
+
+
+_GLOO = Operations(_gloo_all_gather, _gloo_reduce_scatter, _gloo_all_reduce, ordered=False)
+_ORDERED = Operations(_ordered_all_gather, _ordered_reduce_scatter, _ordered_all_reduce, ordered=True)
+_TABLE = {"gloo": _GLOO, "nccl": _ORDERED, "fake": _ORDERED, "none": _ORDERED}
+
+
+def _operations_of(backend: str) -> Operations:
+    # A group for two devices reports "cpu:gloo,cuda:nccl": FSDP uses the accelerator's.
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    for name in ("nccl", "gloo", "fake", "none"):
+        if name in names:
+            return _TABLE[name]
+    raise ValueError(
+        f"--distributed-backend {backend!r} is not supported by FSDP; use nccl on GPUs or gloo on CPUs"
+    )

@@ -1,0 +1,478 @@
+"""One parameter group: its parameter, main-parameter and gradient buffers, and what may be done with them.
+
+A group is the parameters of one unit with the same dtypes, mesh and row width. It knows nothing of modules' order or
+hooks: `schedule.py` decides when its methods run.
+
+Note [Buffers]
+- `compute`: flat, full size, compute dtype. Its storage is released between uses where the strategy shards
+  parameters, else persistent. The compute parameters are views of it. Storage is released by resizing it, never
+  replaced, because autograd saves views of weights (`weight.t()`) that must see the data of the next gather.
+- `main`: flat, main dtype, this rank's shard (or the whole where the optimizer is replicated). A view of `compute`
+  where the dtypes agree and `compute` is persistent.
+- `full_grad`: flat, full size; a temporary of one microbatch in the wire dtype, or persistent in the grad dtype.
+- `grad`: flat, grad dtype, what the `.grad` of the sharded parameters are views of.
+
+Note [Gather is due]
+Compute parameters are stale when the main ones changed since the last gather. Every rank must come to the same answer:
+an optimizer step (seen by a global hook, see optimizer.py), an in-place change through the sharded parameter
+(its version counter, bumped on every rank, also where the rank's part is empty), a load or broadcast (`mark_stale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from megatron.fsdp.collectives import MeshCommunicators, Pending
+from megatron.fsdp.layout import GroupLayout
+from megatron.fsdp.main_grad import MainGrad
+from megatron.fsdp.precision import GroupPrecision
+from megatron.fsdp.sharded_parameter import Location, ShardInfo, attach, make_dtensor, make_parameter
+from megatron.fsdp.strategy import Placements
+
+Initialize = Callable[[str, nn.Parameter, slice, Tensor], None]
+
+
+@dataclass
+class ParameterSource:
+    """A parameter as the user's module has it, and every (module, attribute) where it is registered."""
+
+    name: str
+    parameter: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+    location: Location | None = None
+    overwrite_allowed: bool = True
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What is common to a group's parameters.
+
+    Attributes:
+        mesh: DeviceMesh of the sharded parameters: (shard,) or, where the outer axis shards, (outer, shard).
+        placements: what is sharded.
+        precision: dtypes.
+        layout: of the flat buffer; its shards are inner-major: shard = inner_rank * outer_size + outer_rank.
+        gradient_divisor: a fresh gradient, summed over the mesh, is divided by it.
+        device: of the buffers.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    precision: GroupPrecision
+    layout: GroupLayout
+    gradient_divisor: float
+    device: torch.device
+
+
+class ManagedParameter:
+    """The two parameters of one weight (compute and sharded), its sites and its gradient."""
+
+    def __init__(self, source: ParameterSource, group: ParamGroup, index: int) -> None:
+        self.name = source.name
+        self.sites = source.sites
+        self.group = group
+        self.index = index
+        self.compute: nn.Parameter
+        self.sharded: nn.Parameter
+        self.info: ShardInfo
+        self.main_grad: MainGrad
+        self.on_trainable: Callable[[ManagedParameter], None] | None = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the sharded parameter asks for a gradient; may change between steps."""
+        return self.sharded.requires_grad
+
+    def install(self, parameter: nn.Parameter) -> None:
+        """Register `parameter` (the compute or the sharded one) at every site."""
+        for module, attribute in self.sites:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = parameter
+            else:
+                setattr(module, attribute, parameter)
+
+
+class ParamGroup:
+    """Buffers and operations of one parameter group (Note [Buffers])."""
+
+    def __init__(self, sources: Sequence[ParameterSource], spec: GroupSpec, comms: MeshCommunicators) -> None:
+        self.spec = spec
+        self.comms = comms
+        self.placements = spec.placements
+        self.layout = spec.layout
+        self.precision = spec.precision
+        self.name = sources[0].name
+        inner, outer = comms.gather, comms.outer_gather
+        self.shard = inner.rank * outer.size + outer.rank if self.placements.outer_sharded else inner.rank
+        self.pass_id = 0
+        self.gathered = False
+        self.holders: set[int] = set()  # ids of the units that need the compute parameters now
+        self.gather_pending: Pending | None = None
+        self.outer_pending: Pending | None = None
+        self.stale = True
+        self._versions = 0
+        self.full_grad: Tensor | None = None
+        self.deferred: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.grad: Tensor | None = None
+        self.window_open = False
+        self._stash: Tensor | None = None
+        self._exposed = False  # `full_grad` (persistent) holds reduced gradients
+        self._using_compute = False
+        self.parameters = [ManagedParameter(source, self, i) for i, source in enumerate(sources)]
+        self._allocate()
+        self._make_parameters(sources)
+        self.use_sharded(force=True)
+
+    # --- construction ------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        layout, precision, device = self.layout, self.precision, self.spec.device
+        numel = layout.numel
+        self.compute = torch.empty(numel, dtype=precision.compute, device=device)
+        if precision.shares_storage and not self.placements.parameters_released:
+            self.main = self.main_slot(self.compute)
+        else:
+            main_numel = layout.shard_numel if self.placements.optimizer_sharded else numel
+            self.main = torch.zeros(main_numel, dtype=precision.main, device=device)
+        self.inner: Tensor | None = None
+        if self.placements.outer_sharded:
+            inner_numel = numel // self.comms.gather.size
+            self.inner = torch.empty(inner_numel, dtype=precision.compute, device=device)
+        for start, stop in layout.padding_ranges():
+            self.compute[start:stop] = 0
+
+    def _make_parameters(self, sources: Sequence[ParameterSource]) -> None:
+        overwrite = self.placements.gradients_sharded and all(source.overwrite_allowed for source in sources)
+        for managed, source in zip(self.parameters, sources, strict=True):
+            original = source.parameter
+            managed.info = self._shard_info(managed, source, tuple(original.shape))
+            managed.compute = nn.Parameter(self._view(self.compute, managed.index), original.requires_grad)
+            self._fill(managed, original)
+            managed.sharded = make_parameter(
+                self.main_rows(self.main, managed), managed.info, self.spec.mesh, self._dtensor_placements(managed),
+                original.requires_grad,
+            )  # fmt: skip
+            for parameter in (managed.compute, managed.sharded):
+                for key, value in vars(original).items():
+                    setattr(parameter, key, value)
+            managed.main_grad = MainGrad(
+                managed.name, managed.compute, self, managed.index, overwrite, self.precision.grad
+            )
+            managed.sharded._fsdp_managed = managed  # type: ignore[attr-defined]
+            original._fsdp_managed = managed  # type: ignore[attr-defined]
+        if self.placements.parameters_released:
+            self._release_storage()
+
+    def _shard_info(
+        self, managed: ManagedParameter, source: ParameterSource, shape: tuple[int, ...]
+    ) -> ShardInfo:
+        location = source.location or Location.whole(source.name, shape)
+        if not self.placements.optimizer_sharded:
+            return ShardInfo(source.name, shape, (), 0, (), location)
+        ranges = tuple(self.layout.rows(managed.index, shard) for shard in range(self.layout.num_shards))
+        groups = [(self.comms.gather.group, self.comms.gather.size)]
+        if self.placements.outer_sharded:
+            groups.insert(0, (self.comms.outer_gather.group, self.comms.outer_gather.size))
+        return ShardInfo(source.name, shape, ranges, self.shard, tuple(groups), location)
+
+    def _dtensor_placements(self, managed: ManagedParameter) -> tuple[Placement, ...]:
+        one: Placement = Shard(0) if managed.info.groups else Replicate()
+        return (one,) * self.spec.mesh.ndim
+
+    def _fill(self, managed: ManagedParameter, original: nn.Parameter) -> None:
+        if original.is_meta:
+            return
+        with torch.no_grad():
+            data = original.detach()
+            self.main_rows(self.main, managed).copy_(data[self._row_slice(managed)] if data.ndim else data)
+            if not self.placements.parameters_released:
+                managed.compute.copy_(data)
+
+    def _row_slice(self, managed: ManagedParameter) -> slice:
+        if not managed.info.groups:
+            return slice(None)
+        return slice(managed.info.rows.start, managed.info.rows.stop)
+
+    def materialise(self, initialize: Initialize) -> None:
+        """Draw this rank's rows of every parameter with `initialize(name, parameter, rows, out)`."""
+        with torch.no_grad():
+            for managed in self.parameters:
+                shape, rows = managed.info.shape, self._row_slice(managed)
+                start, stop, _ = rows.indices(shape[0] if shape else 1)
+                initialize(
+                    managed.name, managed.sharded, slice(start, stop), self.main_rows(self.main, managed)
+                )
+        self.mark_stale()
+
+    # --- views ------------------------------------------------------------
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        """Parameter `index`'s view of a full-size flat buffer, with a version counter of its own."""
+        item = self.layout.items[index]
+        strides, step = [], 1
+        for size in reversed(item.shape):
+            strides.append(step)
+            step *= max(size, 1)
+        offset = flat.storage_offset() + item.offset
+        view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return view.set_(flat.untyped_storage(), offset, item.shape, tuple(reversed(strides)))
+
+    def main_slot(self, flat: Tensor) -> Tensor:
+        """The part of a full-size flat buffer that corresponds to `main`."""
+        if not self.placements.optimizer_sharded:
+            return flat
+        start, stop = self.layout.shard_range(self.shard)
+        return flat[start:stop]
+
+    def main_rows(self, main_like: Tensor, managed: ManagedParameter) -> Tensor:
+        """The parameter's view of a buffer that is laid out as `main`; possibly no rows."""
+        item = self.layout.items[managed.index]
+        if not managed.info.groups:
+            return main_like[item.offset : item.offset + item.numel].view(item.shape)
+        rows = managed.info.rows
+        numel = rows.num_rows * item.row_numel
+        return main_like[rows.shard_offset : rows.shard_offset + numel].view(managed.info.local_shape())
+
+    def use_compute(self) -> None:
+        """Register the compute parameters on their modules."""
+        if not self._using_compute:
+            for managed in self.parameters:
+                if managed.compute.requires_grad != managed.sharded.requires_grad:
+                    managed.compute.requires_grad_(managed.sharded.requires_grad)
+                    if managed.requires_grad and managed.on_trainable is not None:
+                        managed.on_trainable(managed)
+                managed.install(managed.compute)
+            self._using_compute = True
+
+    def use_sharded(self, force: bool = False) -> None:
+        """Register the sharded parameters on their modules."""
+        if self._using_compute or force:
+            for managed in self.parameters:
+                managed.install(managed.sharded)
+            self._using_compute = False
+
+    # --- parameters: gather and release ------------------------------------------------------------
+
+    def mark_stale(self) -> None:
+        """Say that the main parameters changed (load, broadcast, optimizer step)."""
+        self.stale = True
+
+    def is_stale(self) -> bool:
+        """Whether the compute parameters are older than the main ones (Note [Gather is due])."""
+        if not self.stale and self._count_versions() != self._versions:
+            self.stale = True
+        return self.stale
+
+    def gather_due(self) -> bool:
+        """Whether a use of the compute parameters needs work first."""
+        if self.gather_pending is not None:
+            return False
+        return self.is_stale() or (self.placements.parameters_released and not self.gathered)
+
+    def launch_outer_gather(self) -> None:
+        """HFSDP: start to gather this rank's inner shard over the outer axis, if the main parameters changed."""
+        if self.inner is None or not self.is_stale() or self.outer_pending is not None:
+            return
+        self.comms.outer_gather.slot(self.inner).copy_(self.main)
+        self.outer_pending = self.comms.outer_gather.all_gather([self.inner])
+
+    def prepare_gather(self) -> Tensor | None:
+        """Fill this rank's part of `compute`; return the buffer that is to be gathered, None if that was all."""
+        if self.placements.parameters_released:
+            self.compute.untyped_storage().resize_(self.layout.numel * self.precision.compute.itemsize)
+            own = self.comms.gather.slot(self.compute)
+            if self.inner is not None:
+                self.launch_outer_gather()
+                if self.outer_pending is not None:
+                    self.outer_pending.wait()
+                    self.outer_pending = None
+                own.copy_(self.inner)
+            else:
+                own.copy_(self.main)
+        elif not self.precision.shares_storage:
+            self.main_slot(self.compute).copy_(self.main)
+        self.stale = False
+        self._versions = self._count_versions()
+        self.gathered = True
+        return self.compute if self.placements.optimizer_sharded and self.comms.gather.size > 1 else None
+
+    def release(self) -> None:
+        """Put the sharded parameters back and release the storage of the compute ones, if the strategy does."""
+        self.use_sharded()
+        if self.placements.parameters_released and self.gathered:
+            assert self.gather_pending is None, f"{self.name}: released while its gather is in flight"
+            self._release_storage()
+
+    def _release_storage(self) -> None:
+        self.compute.untyped_storage().resize_(0)
+        self.gathered = False
+
+    def _count_versions(self) -> int:
+        return sum(managed.sharded._version for managed in self.parameters)
+
+    # --- gradients: the window ------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter asks for a gradient."""
+        return any(managed.requires_grad for managed in self.parameters)
+
+    def gradient_view(self, index: int) -> Tensor:
+        """Parameter `index`'s view of the open gradient buffer."""
+        assert self.full_grad is not None, f"{self.name}: no gradient buffer is open"
+        item = self.layout.items[index]
+        return self.full_grad[item.offset : item.offset + item.numel].view(item.shape)
+
+    def open_window(self) -> None:
+        """Make the gradient buffer ready to be written."""
+        if self.window_open:
+            return
+        if self.placements.gradients_sharded:
+            self.full_grad = self._new_full(self.precision.wire)
+            self._reset_window()
+        elif self.full_grad is None:
+            self.full_grad = self._new_full(self.precision.grad)
+            self._reset_window()
+        elif self._exposed:
+            self._reopen_persistent()
+        self.window_open = True
+
+    def _new_full(self, dtype: torch.dtype) -> Tensor:
+        buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.spec.device)
+        for start, stop in self.layout.padding_ranges():
+            buffer[start:stop] = 0
+        return buffer
+
+    def _reset_window(self) -> None:
+        for managed in self.parameters:
+            managed.main_grad.reset()
+
+    def _reopen_persistent(self) -> None:
+        """A persistent buffer holds reduced gradients and is to take fresh ones: keep what still counts aside."""
+        assert self.full_grad is not None
+        if any(managed.sharded.grad is not None for managed in self.parameters):
+            self._drop_cleared_gradients()
+            self._stash = self.main_slot(self.full_grad).clone()
+            for managed in self.parameters:
+                managed.sharded.grad = None
+        self._exposed = False
+        self._reset_window()
+
+    def pending_writes(self) -> int:
+        """Number of delayed wgrads that have not run."""
+        return sum(managed.main_grad.pending_writes for managed in self.parameters)
+
+    def close_window(self) -> None:
+        """Make the open buffer hold exactly the sum of the window's writes."""
+        self.open_window()
+        for managed in self.parameters:
+            managed.main_grad.close()
+
+    def defer(self) -> None:
+        """Keep a temporary window's gradient unreduced and add it up (communication deferred)."""
+        assert self.placements.gradients_sharded and self.full_grad is not None
+        if self.deferred is not None:
+            self.deferred.add_(self.full_grad)
+        else:
+            self.deferred = self.full_grad.to(self.precision.grad)
+        self.full_grad = None
+        self.window_open = False
+
+    def take_wire(self) -> Tensor:
+        """End the window; return the full-size buffer that goes on the wire."""
+        buffer = self.full_grad
+        assert buffer is not None
+        self.window_open = False
+        if self.placements.gradients_sharded:
+            self.full_grad = None
+            if self.deferred is not None:
+                buffer, self.deferred = self.deferred.add_(buffer), None
+        return buffer.to(self.precision.wire)
+
+    # --- gradients: delivery ------------------------------------------------------------
+
+    def deliver_inner(self, total: Tensor) -> None:
+        """Take the sum over the inner axis of a fresh gradient and scale it (once, before it meets older ones)."""
+        scale = 1.0 / self.spec.gradient_divisor
+        if not self.placements.gradients_sharded:
+            assert self.full_grad is not None
+            region = self.main_slot(self.full_grad)
+            if total.data_ptr() != region.data_ptr():
+                region.copy_(total)
+            self.partial = region.mul_(scale) if scale != 1.0 else region
+        elif self.partial is not None:
+            self.partial.add_(total, alpha=scale)
+        elif self.comms.outer_gather.size == 1 and self.has_gradients():
+            assert self.grad is not None
+            self._drop_cleared_gradients()
+            self.grad.add_(total, alpha=scale)
+        else:
+            self.partial = torch.empty(total.numel(), dtype=self.precision.grad, device=total.device)
+            torch.mul(total, scale, out=self.partial)
+
+    def expose(self, total: Tensor | None) -> None:
+        """Make `total` (this rank's part, summed over all axes) part of the sharded parameters' `.grad`."""
+        self.partial = None
+        if total is None:
+            return  # added in place by deliver_inner
+        if self._stash is not None:
+            total.add_(self._stash)
+            self._stash = None
+        elif self.placements.gradients_sharded and self.has_gradients():
+            assert self.grad is not None
+            self._drop_cleared_gradients()
+            total.add_(self.grad)
+        # A part of a larger buffer (outer shards) would keep the whole of it alive.
+        self.grad = total.clone() if self.placements.outer_sharded else total
+        self._exposed = not self.placements.gradients_sharded
+        for managed in self.parameters:
+            if managed.requires_grad:
+                self._attach_grad(managed)
+
+    def _attach_grad(self, managed: ManagedParameter) -> None:
+        assert self.grad is not None
+        view = self.main_rows(self.grad, managed)
+        gradient = make_dtensor(view, managed.info, self.spec.mesh, self._dtensor_placements(managed))
+        if gradient.dtype != managed.sharded.dtype:
+            managed.sharded.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
+        managed.sharded.grad = gradient
+
+    def has_gradients(self) -> bool:
+        """Whether any sharded parameter has a `.grad`."""
+        return any(managed.sharded.grad is not None for managed in self.parameters)
+
+    def _drop_cleared_gradients(self) -> None:
+        """Zero the parts of `grad` whose `.grad` was set to None while others stayed."""
+        assert self.grad is not None
+        for managed in self.parameters:
+            if managed.sharded.grad is None:
+                self.main_rows(self.grad, managed).zero_()
+
+    def drop_gradients_if_cleared(self) -> None:
+        """Let go of a gradient shard that no `.grad` refers to any more."""
+        if self.grad is not None and not self.has_gradients():
+            self.grad = None
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients, reduced or not (`zero_grad_buffer`, or after a step that failed)."""
+        for managed in self.parameters:
+            managed.sharded.grad = None
+            managed.compute.grad = None
+        self._reset_window()
+        self.window_open = False
+        self._exposed = False
+        self.grad = self.partial = self.deferred = self._stash = None
+        if self.placements.gradients_sharded:
+            self.full_grad = None
+
+
+def reattach(parameter_like: Tensor, managed: ManagedParameter) -> Tensor:
+    """Give a DTensor made from a sharded parameter (as `state_dict()` does) the parameter's methods."""
+    return attach(parameter_like, managed.info)

@@ -1,0 +1,109 @@
+"""FullyShardedDataParallel against single-process autograd."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp import (
+    FSDPConfig,
+    FullyShardedDataParallel,
+    OuterStrategy,
+    ShardingStrategy,
+    data_parallel_placement,
+)
+from tests.pool import run_ranks
+from tests.unit.fsdp.models import Block, FusedLinear, Net, Trace, assert_same, loss_of, oracle, tokens_for
+
+STRATEGIES = [strategy.value for strategy in ShardingStrategy]
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+LINEARS = {"plain": nn.Linear, "fused": FusedLinear}
+
+
+def build(kind: str, tied: bool) -> Net:
+    torch.manual_seed(0)
+    return Net(linear=LINEARS[kind], tied=tied).double()
+
+
+def make_mesh(world_size: int, outer: int):
+    if outer == 1:
+        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+    return init_device_mesh("cpu", (outer, world_size // outer), mesh_dim_names=("dp_outer", "fsdp"))
+
+
+def wrap(model: nn.Module, world_size: int, outer: int = 1, **options) -> FullyShardedDataParallel:
+    defaults = {"main_params_dtype": None, "main_grads_dtype": torch.float64}
+    config = FSDPConfig(**{**defaults, **options})
+    placement = data_parallel_placement(make_mesh(world_size, outer))
+    return FullyShardedDataParallel(model, config, placement, (Block, nn.Embedding))
+
+
+def train(rank, world_size, case, microbatches, steps, optimizer, **options) -> Trace:
+    kind, tied, strategy, outer, outer_strategy, reshard, defer = case
+    model = wrap(
+        build(kind, tied), world_size, outer, strategy=ShardingStrategy(strategy),
+        outer_strategy=OuterStrategy(outer_strategy), reshard_after_forward=reshard, defer_communication=defer,
+        **options,
+    )  # fmt: skip
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    trace = Trace()
+    for step in range(steps):
+        model.zero_grad_buffer()
+        total = torch.zeros((), dtype=torch.float64)
+        for microbatch in range(microbatches):
+
+            def forward_backward(microbatch=microbatch):
+                loss = loss_of(model, tokens_for(step, microbatch, rank)) / microbatches
+                loss.backward()
+                return loss.detach()
+
+            if microbatch < microbatches - 1:
+                with model.no_sync():
+                    total += forward_backward()
+            else:
+                total += forward_backward()
+        model.finish_grad_sync()
+        dist.all_reduce(total)
+        trace.losses.append(total.item() / world_size)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        trace.norms.append(norm.full_tensor().item())
+        trace.gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        optim.step()
+    trace.weights = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    return trace
+
+
+def cases():
+    for kind, tied, strategy in itertools.product(LINEARS, (False, True), STRATEGIES):
+        yield (kind, tied, strategy, 1, "no_shard", True, False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_equals_one_rank(world_size, microbatches):
+    """Every strategy, fused or not, tied or not, equals single-process autograd (G01, G02, G03, G10, G19)."""
+    truth = {
+        (tied, optimizer): oracle(
+            functools.partial(build, "plain", tied), world_size, microbatches, 3, OPTIMIZERS[optimizer]
+        )
+        for tied in (False, True)
+        for optimizer in ("sgd",)
+    }
+    for case in cases():
+        if case[0] == "fused":
+            expected = oracle(
+                functools.partial(build, "fused", case[1]), world_size, microbatches, 3, OPTIMIZERS["sgd"]
+            )
+        else:
+            expected = truth[case[1], "sgd"]
+        for trace in run_ranks(train, world_size, case, microbatches, 3, "sgd"):
+            assert_same(trace, expected, 1e-11)
