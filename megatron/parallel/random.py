@@ -105,9 +105,13 @@ def checkpoint(
     function: Callable[..., Any], *args: Any, streams: RngStreams | None = None, use_reentrant: bool = False
 ) -> Any:
     """function(*args), recomputed in backward with the random numbers that forward had, in every stream."""
-    if streams is not None:
-        function = _Replay(function, streams)
+    function = replaying(function, streams)
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, preserve_rng_state=True)
+
+
+def replaying(function: Callable[..., Any], streams: RngStreams | None) -> Callable[..., Any]:
+    """`function` for one forward and its recompute: the second call draws from the streams what the first did."""
+    return function if streams is None else _Replay(function, streams)
 
 
 class _Replay:
