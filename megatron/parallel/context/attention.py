@@ -131,7 +131,7 @@ def check_kind(kind: str) -> None:
 
 def check_dropout(attention_dropout: float, cp: int) -> None:
     """Raise ValueError for attention dropout under context parallelism."""
-    if attention_dropout != 0.0:
+    if cp > 1 and attention_dropout != 0.0:
         raise ValueError(
             f"--attention-dropout {attention_dropout} with --context-parallel-size {cp}: dropout of "
             f"probabilities that no rank holds whole is not built; use --attention-dropout 0"
@@ -167,7 +167,7 @@ def context_parallel_attention(
             per
             microbatch), or ids [b, s] with s = s_local * cp (copied to the host on every call).
         attention_mask: bool, broadcast to [b, h, s, s], True where hidden. Only without context parallelism.
-        attention_dropout: must be 0.
+        attention_dropout: drop probabilities; 0 (also for evaluation) except without context parallelism.
         kernel: the block kernel, the fastest that fits if None.
 
     Returns:
@@ -192,13 +192,13 @@ def context_parallel_attention(
                 f"the context-parallel split"
             )
         request = replace(request, documents=documents)
-    if attention_mask is not None:
-        if size > 1:
-            raise ValueError(
-                f"a dense attention_mask is not supported with --context-parallel-size {size}: give "
-                f"document_ids (--reset-attention-mask) or --context-parallel-size 1"
-            )
-        return _masked(q, k, v, request, attention_mask)
+    if attention_mask is not None and size > 1:
+        raise ValueError(
+            f"a dense attention_mask is not supported with --context-parallel-size {size}: give "
+            f"document_ids (--reset-attention-mask) or --context-parallel-size 1"
+        )
+    if attention_mask is not None or attention_dropout > 0.0:
+        return _written_out(q, k, v, request, (attention_mask, attention_dropout))
     return (_ring if size == 1 else _KINDS[kind])(q, k, v, request, None if size == 1 else group)
 
 
@@ -218,11 +218,16 @@ def _make_request(
     return _Request(BlockAttention(kernel or choose_kernel(q, v), scale), causal, None, q.size(0) * size)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, request: _Request, mask: Tensor) -> Tensor:
-    """Return attention of one rank under any mask, on the naive path."""
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, request: _Request, extras: tuple[Tensor | None, float]
+) -> Tensor:
+    """Return attention of one rank under any mask and with dropout, on the naive path."""
+    mask, dropout = extras
     if request.documents is not None:
-        mask = mask | document_mask(request.documents.ids(q.device))
-    return naive_attention(q, k, v, softmax_scale=request.blocks.scale, causal=request.causal, mask=mask)
+        other_document = document_mask(request.documents.ids(q.device))
+        mask = other_document if mask is None else mask | other_document
+    scale, causal = request.blocks.scale, request.causal
+    return naive_attention(q, k, v, softmax_scale=scale, causal=causal, mask=mask, dropout=dropout)
 
 
 def _group_size(group: Groups) -> int:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel.context.local import accumulation_dtype
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention of whole sequences by plain differentiable torch calls.
 
@@ -22,6 +30,7 @@ def naive_attention(
         mask: bool, broadcast to [b, h, s, s_k], True where a query must NOT see a key (Megatron's
             attention_mask). Rows
             that see nothing give zeros.
+        dropout: share of probabilities set to zero, drawn from the device's current random stream.
 
     Returns:
         [s, b, h, v_dim] in q's dtype, accumulated in float32 (float64 for float64).
@@ -37,6 +46,8 @@ def naive_attention(
     # A large finite number instead of -inf, then zeros: rows that see nothing have neither nan nor gradient.
     scores = scores.masked_fill(hidden, torch.finfo(dtype).min / 2)
     probabilities = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
+    if dropout > 0.0:
+        probabilities = F.dropout(probabilities, dropout)
     return torch.einsum("bhqk,kbhd->qbhd", probabilities, values).to(q.dtype)
 
 

@@ -135,6 +135,24 @@ def test_any_mask_on_one_rank_and_rows_that_see_nothing() -> None:
     assert grads[0][3].abs().max() == 0
 
 
+def test_dropout_on_one_rank_drops_probabilities_and_keeps_the_mean() -> None:
+    q, k, v = (x.detach() for x in inputs(8, 8, (8, 8), 2, torch.float64))
+    documents = Documents(((0, 3), (0,)), 8)
+    attend = lambda p: context_parallel_attention(
+        q, k, v, group=None, document_ids=documents, attention_dropout=p
+    )
+    torch.manual_seed(1)
+    first = attend(0.3)
+    torch.manual_seed(1)
+    assert torch.equal(attend(0.3), first)
+    assert not torch.equal(attend(0.3), first)
+    mean = torch.stack([attend(0.3) for _ in range(400)]).mean(0)
+    assert relative(mean, attend(0.0)) < 0.1
+    assert (
+        relative(first[:1], attend(0.0)[:1] / 0.7) < 1e-12 or first[:1].abs().min() == 0
+    )  # one key: all or nothing
+
+
 def test_strided_inputs_and_expanded_gradients() -> None:
     fused = torch.randn(8, 2, 4, 24, dtype=torch.float64, requires_grad=True)
     q, k, v = fused.chunk(3, dim=-1)
