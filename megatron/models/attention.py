@@ -84,9 +84,9 @@ class SelfAttention(nn.Module):
             query = apply_rotary(query, inputs.rotary, self._interleaved)
             key = apply_rotary(key, inputs.rotary, self._interleaved)
         if self._checkpoint is None:
-            attended = self._attend(query, key, value, inputs.mask)
+            attended = self._attend(query, key, value, inputs)
         else:
-            attended = self._checkpoint(self._attend, query, key, value, inputs.mask)
+            attended = self._checkpoint(self._attend, query, key, value, inputs)
         return self.linear_proj(attended)
 
     def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,10 +97,12 @@ class SelfAttention(nn.Module):
         query, key, value = mixed.split((per_group * dim, dim, dim), dim=-1)
         return query.reshape(s, b, self._local_groups * per_group, dim), key, value
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: AttentionInputs) -> Tensor:
+        if inputs.documents is not None:
+            return self.core_attention(query, key, value, document_ids=inputs.documents)
+        if inputs.mask is None:
             return self.core_attention(query, key, value)
-        return self.core_attention(query, key, value, attention_mask=mask, attn_mask_type="arbitrary")
+        return self.core_attention(query, key, value, inputs.mask, attn_mask_type="arbitrary")
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -113,11 +115,3 @@ def document_mask(document_ids: Tensor) -> Tensor:
     other = document_ids[:, :, None] != document_ids[:, None, :]
     future = torch.ones(s, s, dtype=torch.bool, device=document_ids.device).triu(1)
     return (other | future)[:, None]
-
-
-def document_ids_from_cu_seqlens(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Document ids of one packed sequence: [1, length] from cumulative lengths [documents + 1] (from 0 to
-    `length`).
-    """
-    positions = torch.arange(length, device=cu_seqlens.device)
-    return (torch.searchsorted(cu_seqlens, positions, right=True) - 1)[None]

@@ -15,6 +15,7 @@ from megatron.parallel.annotate import ParameterAnnotation, annotate
 
 if TYPE_CHECKING:
     from megatron.models.backends.base import Backend
+    from megatron.parallel.context import Documents
     from megatron.parallel.mesh import ParallelMesh
 
 
@@ -82,10 +83,13 @@ class AttentionInputs:
     rotary: cosines and sines [s, b, 1, rotary_dim] of the whole local sequence, None without rotary
     positions.
     mask: bool, True = masked out, broadcast to [b, 1, s_q, s_kv]; None: causal.
+    documents: causal attention inside these documents of the whole sequence, instead of a mask (under
+    context parallelism no rank has a whole mask).
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
     mask: Tensor | None = None
+    documents: Documents | None = None
 
 
 class HiddenDropout(nn.Module):

@@ -23,6 +23,7 @@ from megatron.models.init import InitSpec
 from megatron.models.mlp import MLP
 from megatron.models.rope import rotary_table
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
+from megatron.parallel.context import Documents
 from megatron.parallel.loss import vocab_parallel_cross_entropy
 
 if TYPE_CHECKING:
@@ -144,11 +145,11 @@ class GPTModel(nn.Module):
         """Run the stage.
 
         tokens, labels: [b, s] of this context-parallel rank. position_ids: [b, s], needed under context
-        parallelism (its slices are not contiguous); default 0..s-1.
-        attention_mask: bool, True = masked out, [b or 1, 1, s, s], on top of nothing: it must hold causality
-        itself.
-        document_ids: [b, s], equal within a document: causal attention inside documents only.
-        hidden: [s, b, hidden] from the previous stage, instead of tokens, where this stage has no embedding.
+        parallelism (its slices are not contiguous); default 0..s-1. attention_mask: bool, True = masked out,
+        [b or 1, 1, s, s], on top of nothing: it must hold causality itself. document_ids: [b, whole s], equal
+        within a document: causal attention inside documents only. Under context parallelism every rank gets
+        those of the whole sequence. hidden: [s, b, hidden] from the previous stage, instead of tokens, where
+        this stage has no embedding.
 
         Returns the stage's hidden states [s, b, hidden]; on the last stage the fp32 loss of each token [b, s]
         if labels are given, else logits [b, s, padded vocabulary / tp] whose padding columns are -inf.
@@ -193,8 +194,10 @@ class GPTModel(nn.Module):
         if document_ids is not None:
             if mask is not None:
                 raise ValueError("give attention_mask or document_ids, not both")
+            if self._mesh.size("cp") > 1:
+                return AttentionInputs(rotary, documents=Documents.from_ids(document_ids))
             mask = document_mask(document_ids)
-        return AttentionInputs(rotary=rotary, mask=mask)
+        return AttentionInputs(rotary, mask)
 
     def _num_real_columns(self, local: int) -> int:
         """Columns of this rank's logits that belong to the vocabulary; the rest are padding."""
