@@ -13,7 +13,6 @@ from torch import nn
 
 from megatron.fsdp.grouping import DataParallelPlacement, GroupBuilder, GroupingOptions, Locate, PlacementFor
 from megatron.fsdp.hooks import UnitHooks
-from megatron.fsdp.optimizer import managed_of
 from megatron.fsdp.param_group import Initialize, ParameterSource, ParamGroup, reattach
 from megatron.fsdp.precision import GroupPrecision, MixedPrecisionPolicy
 from megatron.fsdp.root import (
@@ -129,6 +128,9 @@ class FullyShardedDataParallel(nn.Module):
                 "FullyShardedDataParallel: the module, or one in it, is wrapped already; wrap it once"
             )
         collected = [SourceCollector().collect(own_modules(child, name, roots))[0] for name, child in named]
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        for source in (source for sources in collected for source in sources):
+            source.name = names[id(source.parameter)]  # of a tied weight: the first in registration order
         shared, owned = _split_shared(collected)
         units = [
             self._make_unit(name or "root", (child,), sources, builder, initialize)
@@ -136,7 +138,7 @@ class FullyShardedDataParallel(nn.Module):
         ]
         if shared:
             holder = self._make_unit("shared parameters", (), shared, builder, initialize)
-            owner = {id(source.parameter): managed_of(source.parameter).group for source in shared}
+            owner = {id(source.parameter): source.parameter._fsdp_managed.group for source in shared}  # type: ignore[attr-defined]
             for unit, sources in zip(units, collected, strict=True):
                 used = [owner[id(source.parameter)] for source in sources if id(source.parameter) in owner]
                 unit.borrowed = list(dict.fromkeys(used))
@@ -241,7 +243,7 @@ class FullyShardedDataParallel(nn.Module):
         """Yield (name, sharded parameter); names as before wrapping."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state: sharded parameters (DTensors that know their offsets) and buffers."""
         state = self.module.state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")

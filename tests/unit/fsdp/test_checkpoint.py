@@ -1,0 +1,96 @@
+"""Sharded state through torch.distributed.checkpoint: any strategy and size to any other."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron.fsdp import ShardingStrategy
+from megatron.fsdp.checkpoint import allocate_optimizer_state, mark_loaded, model_state, optimizer_state
+from tests.pool import run_ranks
+from tests.unit.fsdp.models import loss_of, tokens_for
+from tests.unit.fsdp.test_wrapper import build, wrap
+
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
+
+
+def step(model, optim, index, rank):
+    model.zero_grad_buffer()
+    loss_of(model, tokens_for(index, 0, rank)).backward()
+    model.finish_grad_sync()
+    optim.step()
+
+
+def full(model, optim):
+    weights = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+    states = {
+        f"{name}.{key}": value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+        for name, values in optimizer_state(optim).items()
+        for key, value in values.items()
+    }
+    return weights, states
+
+
+def save(rank, world_size, strategy, folder, steps):
+    model = wrap(build("plain", True), world_size, strategy=ShardingStrategy(strategy))
+    optim = ADAM(model.parameters())
+    for index in range(steps):
+        step(model, optim, index, 0)
+    dcp.save({"model": model_state(model), "optimizer": optimizer_state(optim)}, checkpoint_id=folder)
+    return full(model, optim)
+
+
+def load(rank, world_size, strategy, folder):
+    torch.manual_seed(99)
+    model = wrap(build("plain", True), world_size, strategy=ShardingStrategy(strategy))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(7.0)
+    optim = ADAM(model.parameters())
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    shapes = {
+        key: (value.size, value.properties.dtype) for key, value in metadata.items() if hasattr(value, "size")
+    }
+    allocate_optimizer_state(optim, shapes, "optimizer.")
+    dcp.load({"model": model_state(model), "optimizer": optimizer_state(optim)}, checkpoint_id=folder)
+    mark_loaded(model)
+    before = full(model, optim)
+    step(model, optim, 5, 0)
+    return before, full(model, optim)
+
+
+@pytest.mark.parametrize("saved_as", [("no_shard", 2), ("optim", 3), ("optim_grads_params", 2)])
+def test_any_to_any(tmp_path: Path, saved_as):
+    """Weights and optimizer state come back bit for bit, and the next step counts on (K17, I04, G20)."""
+    folder = str(tmp_path / "checkpoint")
+    weights, states = run_ranks(save, saved_as[1], saved_as[0], folder, 2)[0]
+    assert any(key.endswith("exp_avg") for key in states)
+    after_step = []
+    for strategy, world_size in (("optim_grads_params", 4), ("optim_grads", 2), ("no_shard", 1)):
+        for (loaded_weights, loaded_states), after in run_ranks(load, world_size, strategy, folder):
+            assert loaded_weights.keys() == weights.keys()
+            assert loaded_states.keys() == states.keys()
+            for name, value in weights.items():
+                assert torch.equal(loaded_weights[name], value), name
+            for name, value in states.items():
+                assert torch.equal(loaded_states[name], value), name
+            after_step.append(after)
+    for weights_after, states_after in after_step:
+        assert all(value.item() == 3 for key, value in states_after.items() if key.endswith(".step"))
+        for name, value in after_step[0][0].items():
+            torch.testing.assert_close(weights_after[name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_empty_optimizer_state(tmp_path: Path):
+    """A checkpoint from before the first step gives an optimizer without state (G20)."""
+    folder = str(tmp_path / "checkpoint")
+    run_ranks(save, 2, "optim", folder, 0)
+    for (_, states), (_, states_after) in run_ranks(load, 2, "optim_grads_params", folder):
+        assert states == {}
+        assert all(value.item() == 1 for key, value in states_after.items() if key.endswith(".step"))
