@@ -308,6 +308,8 @@ def _length(v: Namespace, context: Context) -> None:
 
 
 def _data(v: Namespace, context: Context) -> None:
+    if v.tokenizer_type is None and v.vocab_file and v.merge_file:
+        v.tokenizer_type = "GPT2BPETokenizer"  # the default of Megatron-LM's pretrain_gpt.py
     if v.dataloader_type is None:
         v.dataloader_type = "single"
     if (v.data_path or v.data_args_path) and v.split is None:

@@ -12,13 +12,21 @@ NO_REPLICATION = "copies of local checkpoints need nvidia-resiliency-ext"
 TITLE = "Checkpoints"
 
 FLAGS: tuple[Flag, ...] = (
-    works("--save", str, None, "Folder for checkpoints.", "train/checkpoint.py"),
+    works(
+        "--save",
+        str,
+        None,
+        "Folder for checkpoints.",
+        "train/loop.py",
+        test="train/test_arguments_scripts.py",
+    ),
     works(
         "--save-interval",
         int,
         None,
         "Steps between checkpoints.",
-        "train/checkpoint.py",
+        "train/loop.py",
+        test="train/test_arguments_rules.py",
         aliases=("--persistent-save-interval",),
     ),
     works(
@@ -26,21 +34,24 @@ FLAGS: tuple[Flag, ...] = (
         int,
         None,
         "Keep only checkpoints at multiples of this step, and the last.",
-        "train/checkpoint.py",
+        "train/resume.py",
+        test="train/test_arguments_rules.py",
     ),
-    works("--no-save-optim", Switch.ON, None, "Without optimizer state.", "train/checkpoint.py"),
-    works("--no-save-rng", Switch.ON, None, "Without random states.", "train/checkpoint.py"),
-    works("--load", str, None, "Folder to resume from.", "train/checkpoint.py"),
-    works("--no-load-optim", Switch.ON, None, "Without optimizer state.", "train/checkpoint.py"),
-    works("--no-load-rng", Switch.ON, None, "Without random states.", "train/checkpoint.py"),
+    works("--no-save-optim", Switch.ON, None, "Without optimizer state.", "train/resume.py"),
+    works("--no-save-rng", Switch.ON, None, "Without random states.", "train/resume.py"),
+    works(
+        "--load", str, None, "Folder to resume from.", "train/resume.py", test="tools/test_generate_text.py"
+    ),
+    works("--no-load-optim", Switch.ON, None, "Without optimizer state.", "train/resume.py"),
+    works("--no-load-rng", Switch.ON, None, "Without random states.", "train/resume.py"),
     works(
         "--exit-on-missing-checkpoint",
         Switch.ON,
         False,
         "An error instead of a fresh start when --load holds no checkpoint.",
-        "train/checkpoint.py",
+        "train/resume.py",
     ),
-    works("--ckpt-step", int, None, "The step to load, instead of the last.", "train/checkpoint.py"),
+    works("--ckpt-step", int, None, "The step to load, instead of the last.", "train/resume.py"),
     no_op(
         "--ckpt-format",
         str,
@@ -55,7 +66,12 @@ FLAGS: tuple[Flag, ...] = (
         refused_values=(("torch", "one file per rank cannot be resharded; use torch_dist or torch_dcp"),),
     ),
     no_op("--auto-detect-ckpt-format", Switch.ON, False, "there is one format"),
-    works("--async-save", Switch.ON, False, "Write checkpoints in the background.", "train/checkpoint.py"),
+    no_op(
+        "--async-save",
+        Switch.ON,
+        False,
+        "a checkpoint is written before the next step starts, with the same content",
+    ),
     no_op("--use-persistent-ckpt-worker", Switch.ON, False, WRITER),
     no_op(
         "--async-strategy",

@@ -14,20 +14,22 @@ FLAGS: tuple[Flag, ...] = (
         "nccl, gloo or auto (our addition and our default): nccl on CUDA, else gloo; an "
         "explicit nccl on a machine without CUDA runs as gloo with one warning.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         choices=(
             "nccl",
             "gloo",
             "auto",
         ),
     ),
-    works("--distributed-timeout-minutes", int, 10, "How long a collective may take.", "train/initialize.py"),
     works(
-        "--distributed-timeout-seconds-after-init",
+        "--distributed-timeout-minutes",
         int,
-        None,
-        "The same after the first step.",
-        "train/initialize.py",
+        10,
+        "How long a collective may take.",
+        "train/main.py",
+        test="train/test_arguments_scripts.py",
     ),
+    not_yet("--distributed-timeout-seconds-after-init", int, None, "use --distributed-timeout-minutes"),
     no_op(
         "--disable-gloo-process-groups",
         Switch.OFF,

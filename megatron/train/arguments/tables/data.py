@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
 NO_FIM = "fill-in-the-middle data is not there"
 
@@ -15,6 +15,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Prefixes of .bin/.idx pairs, alone or as WEIGHT PREFIX pairs.",
         "train/data/config.py",
+        test="train/data/test_build.py",
         nargs="*",
     ),
     works(
@@ -23,10 +24,27 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Shares of training, validation and test, such as 969,30,1.",
         "train/data/build.py",
+        test="train/data/test_build.py",
     ),
-    works("--train-data-path", str, None, "Prefixes for training alone.", "train/data", nargs="*"),
-    works("--valid-data-path", str, None, "Prefixes for validation alone.", "train/data", nargs="*"),
-    works("--test-data-path", str, None, "Prefixes for testing alone.", "train/data", nargs="*"),
+    works(
+        "--train-data-path",
+        str,
+        None,
+        "Prefixes for training alone.",
+        "train/data/config.py",
+        test="train/data/test_files.py",
+        nargs="*",
+    ),
+    works(
+        "--valid-data-path",
+        str,
+        None,
+        "Prefixes for validation alone.",
+        "train/data/config.py",
+        test="train/data/test_build.py",
+        nargs="*",
+    ),
+    works("--test-data-path", str, None, "Prefixes for testing alone.", "train/data/config.py", nargs="*"),
     works("--data-args-path", str, None, "A file with the words of --data-path.", "train/data/config.py"),
     works(
         "--per-split-data-args-path",
@@ -41,15 +59,31 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Folder for index caches; beside the data when not given.",
         "train/data/build.py",
+        test="train/data/test_cache.py",
     ),
-    works("--mock-data", Switch.ON, False, "Random tokens instead of files.", "train/data/config.py"),
-    works("--num-workers", int, 2, "Loader processes of each rank.", "train/data/build.py"),
+    works(
+        "--mock-data",
+        Switch.ON,
+        False,
+        "Random tokens instead of files.",
+        "train/data/config.py",
+        test="train/test_arguments.py",
+    ),
+    works(
+        "--num-workers",
+        int,
+        2,
+        "Loader processes of each rank.",
+        "train/data/build.py",
+        test="train/test_arguments_scripts.py",
+    ),
     works(
         "--dataloader-type",
         str,
         None,
         "single (in order) or cyclic (shuffled each epoch).",
         "train/data/build.py",
+        test="train/data/test_build.py",
         choices=(
             "single",
             "cyclic",
@@ -75,26 +109,39 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Read .bin files instead of mapping them.",
         "train/data/build.py",
+        test="train/test_arguments_scripts.py",
         dest="mmap_bin_files",
     ),
-    works(
+    no_op(
         "--no-create-attention-mask-in-dataloader",
         Switch.OFF,
         True,
-        "The loader makes no mask; attention is causal.",
-        "train/data",
+        "the loader makes no mask; attention is causal in the kernel",
         dest="create_attention_mask_in_dataloader",
     ),
-    works("--eod-mask-loss", Switch.ON, False, "No loss on end-of-document tokens.", "train/data/build.py"),
+    works(
+        "--eod-mask-loss",
+        Switch.ON,
+        False,
+        "No loss on end-of-document tokens.",
+        "train/data/build.py",
+        test="train/data/test_samples.py",
+    ),
     works(
         "--reset-position-ids",
         Switch.ON,
         False,
         "Positions start anew after an end of document.",
         "train/data/build.py",
+        test="train/data/test_build.py",
     ),
     works(
-        "--reset-attention-mask", Switch.ON, False, "No attention across documents.", "train/data/build.py"
+        "--reset-attention-mask",
+        Switch.ON,
+        False,
+        "No attention across documents.",
+        "train/data/build.py",
+        test="parallel/context/test_attention.py",
     ),
     works(
         "--mid-level-dataset-surplus",
@@ -105,7 +152,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     not_yet("--per-dataset-sequences-path", str, None, "a file of sequence counts is not read"),
     not_yet("--allow-ambiguous-pad-tokens", Switch.ON, False, "padding is never told from its value"),
-    not_yet("--multiple-validation-sets", Switch.ON, False, "one validation set"),
+    works(
+        "--multiple-validation-sets",
+        Switch.ON,
+        False,
+        "The prefixes of --valid-data-path are evaluated one by one.",
+        "train/data/config.py",
+    ),
     not_yet("--validation-set-names", str, None, "one validation set", nargs="+"),
     not_yet("--object-storage-cache-path", str, None, "data lies in files"),
     not_yet("--dataloader-defer-npy-index-mmap", Switch.ON, False, "index caches are mapped at once"),

@@ -15,7 +15,8 @@ FLAGS: tuple[Flag, ...] = (
         Switch.ON,
         False,
         "Bit-equal runs: deterministic kernels only.",
-        "train/initialize.py",
+        "train/main.py",
+        test="train/test_arguments_scripts.py",
     ),
     not_yet(
         "--rerun-mode",

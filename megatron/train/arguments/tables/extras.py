@@ -14,7 +14,7 @@ FLAGS: tuple[Flag, ...] = (
         "Check the flags for the world size of torchrun's environment, print the resolved "
         "configuration as JSON "
         "and stop.",
-        "train/arguments/parse.py",
+        "train/main.py",
     ),
     works(
         "--fp64",
@@ -38,6 +38,5 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "File that gets one JSON object per log interval and evaluation.",
         "train/report.py",
-        test="train/test_metrics.py",
     ),
 )

@@ -16,6 +16,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "FSDP with the strategy of --data-parallel-sharding-strategy.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--data-parallel-sharding-strategy",
@@ -24,6 +25,7 @@ FLAGS: tuple[Flag, ...] = (
         "What is sharded over data-parallel ranks, under --use-megatron-fsdp: no_shard, optim"
         " (ZeRO-1), optim_grads (ZeRO-2), optim_grads_params (ZeRO-3).",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         choices=(
             "no_shard",
             "optim",
@@ -37,6 +39,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Strategy optim, without --use-megatron-fsdp.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--use-torch-fsdp2",
@@ -44,6 +47,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Strategy optim_grads_params under our FSDP, which takes the place of torch's.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--torch-fsdp2-no-reshard-after-forward",
@@ -59,6 +63,7 @@ FLAGS: tuple[Flag, ...] = (
         1,
         "Groups of data-parallel ranks that each hold a whole copy (HSDP).",
         "train/arguments/resolve.py",
+        test="train/test_arguments_rules.py",
     ),
     works(
         "--outer-dp-sharding-strategy",
@@ -66,6 +71,7 @@ FLAGS: tuple[Flag, ...] = (
         "no_shard",
         "Over those groups: no_shard, or optim to shard optimizer states there too.",
         "train/arguments/resolve.py",
+        test="train/test_arguments_rules.py",
         choices=(
             "no_shard",
             "optim",
@@ -83,6 +89,7 @@ FLAGS: tuple[Flag, ...] = (
         "fp32",
         "Dtype of the sharded main parameters.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         choices=(
             "fp32",
             "bf16",
@@ -96,6 +103,7 @@ FLAGS: tuple[Flag, ...] = (
         "auto",
         "Dtype in which gradients accumulate.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         choices=(
             "fp32",
             "bf16",
@@ -109,6 +117,7 @@ FLAGS: tuple[Flag, ...] = (
         "auto",
         "Dtype in which gradients travel.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         choices=(
             "fp32",
             "fp16",
@@ -162,12 +171,11 @@ FLAGS: tuple[Flag, ...] = (
         "when stages gather does not change the result",
         dest="align_param_gather",
     ),
-    works(
+    no_op(
         "--ddp-average-in-collective",
         Switch.ON,
         False,
-        "Average instead of summing and dividing, where the communication library can.",
-        "train/build.py",
+        "a sum divided by the same number gives the same result",
     ),
     no_op(
         "--ddp-bucket-size", int, None, "a unit's parameters form one buffer, which is what buckets are for"
@@ -192,7 +200,12 @@ FLAGS: tuple[Flag, ...] = (
     ),
     no_op("--accumulate-allreduce-grads-in-fp32", Switch.ON, False, "gradients accumulate in fp32 already"),
     works(
-        "--grad-reduce-in-bf16", Switch.ON, False, "Gradients travel in bf16.", "train/arguments/resolve.py"
+        "--grad-reduce-in-bf16",
+        Switch.ON,
+        False,
+        "Gradients travel in bf16.",
+        "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     no_op(
         "--no-gradient-reduce-div-fusion",
@@ -207,6 +220,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Weight gradients go through autograd instead of straight into the main gradient.",
         "train/build.py",
+        test="train/test_arguments_scripts.py",
         dest="gradient_accumulation_fusion",
     ),
     works(
@@ -216,6 +230,7 @@ FLAGS: tuple[Flag, ...] = (
         "The loss is the sum over the global batch divided by its valid tokens; without it "
         "the mean over microbatches of each one's mean.",
         "train/build.py",
+        test="train/test_arguments_scripts.py",
     ),
     no_op(
         "--no-use-layer-wise-param-layout",

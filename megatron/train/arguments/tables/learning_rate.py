@@ -7,14 +7,14 @@ from megatron.train.arguments.flag import Flag, Switch, refused, works
 TITLE = "Learning rate"
 
 FLAGS: tuple[Flag, ...] = (
-    works("--lr", float, None, "Highest learning rate.", "train/lr_schedule.py"),
+    works("--lr", float, None, "Highest learning rate.", "train/lr_schedule.py", test="train/test_errors.py"),
     works(
         "--min-lr",
         float,
         0.0,
         "Lowest learning rate of the decay.",
         "train/lr_schedule.py",
-        test="train/test_lr_schedule.py",
+        test="train/test_errors.py",
     ),
     works(
         "--lr-decay-style",
@@ -37,9 +37,15 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Steps over which the rate decays; --train-iters when not given.",
         "train/lr_schedule.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
-        "--lr-decay-samples", int, None, "The same in samples, with --train-samples.", "train/lr_schedule.py"
+        "--lr-decay-samples",
+        int,
+        None,
+        "The same in samples, with --train-samples.",
+        "train/lr_schedule.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--lr-warmup-iters",
@@ -50,7 +56,12 @@ FLAGS: tuple[Flag, ...] = (
         test="train/test_lr_schedule.py",
     ),
     works(
-        "--lr-warmup-samples", int, 0, "The same in samples, with --train-samples.", "train/lr_schedule.py"
+        "--lr-warmup-samples",
+        int,
+        0,
+        "The same in samples, with --train-samples.",
+        "train/lr_schedule.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--lr-warmup-fraction",
@@ -58,7 +69,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Part of the decay steps used for warm-up.",
         "train/lr_schedule.py",
-        test="train/test_lr_schedule.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--lr-warmup-init",
@@ -96,17 +107,30 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "The same in samples, with --train-samples.",
         "train/lr_schedule.py",
+        test="train/test_lr_schedule.py",
     ),
-    works("--decoupled-lr", float, None, "Learning rate of embedding and head.", "train/optimizer.py"),
     works(
-        "--decoupled-min-lr", float, None, "Lowest learning rate of embedding and head.", "train/optimizer.py"
+        "--decoupled-lr",
+        float,
+        None,
+        "Learning rate of embedding and head.",
+        "train/optimizer.py",
+        test="train/test_arguments_scripts.py",
+    ),
+    works(
+        "--decoupled-min-lr",
+        float,
+        None,
+        "Lowest learning rate of embedding and head.",
+        "train/optimizer.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--override-opt_param-scheduler",
         Switch.ON,
         False,
         "Take the schedule of the command line, not the checkpoint's.",
-        "train/lr_schedule.py",
+        "train/resume.py",
         aliases=("--override-opt-param-scheduler",),
     ),
     works(
@@ -114,7 +138,8 @@ FLAGS: tuple[Flag, ...] = (
         Switch.ON,
         False,
         "Take the checkpoint's schedule, not the command line's.",
-        "train/lr_schedule.py",
+        "train/resume.py",
+        test="train/test_arguments_scripts.py",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     ),
     refused("--warmup", int, None, "no longer Megatron's; use --lr-warmup-fraction"),

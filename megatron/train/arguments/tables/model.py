@@ -11,14 +11,14 @@ SEE_MHC = "see --enable-mhc-connections"
 TITLE = "Shape of the model"
 
 FLAGS: tuple[Flag, ...] = (
-    works("--num-layers", int, None, "Transformer layers.", "models/config.py", test="models/helpers.py"),
+    works("--num-layers", int, None, "Transformer layers.", "models/config.py", test="models/test_config.py"),
     works(
         "--hidden-size",
         int,
         None,
         "Width of the residual stream.",
         "models/config.py",
-        test="models/helpers.py",
+        test="models/test_config.py",
     ),
     works(
         "--ffn-hidden-size",
@@ -26,15 +26,18 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Width of the MLP; 4 x hidden, or 8/3 x hidden rounded down to 64 with --swiglu, when not given.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="models/test_config.py",
     ),
-    works("--num-attention-heads", int, None, "Query heads.", "models/config.py", test="models/helpers.py"),
+    works(
+        "--num-attention-heads", int, None, "Query heads.", "models/config.py", test="models/test_config.py"
+    ),
     works(
         "--group-query-attention",
         Switch.ON,
         False,
         "Fewer key and value heads than query heads: --num-query-groups of them.",
         "models/config.py",
+        test="models/test_config.py",
     ),
     works(
         "--num-query-groups",
@@ -42,7 +45,7 @@ FLAGS: tuple[Flag, ...] = (
         1,
         "Key and value heads under --group-query-attention.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="models/test_config.py",
     ),
     works(
         "--kv-channels",
@@ -50,7 +53,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Width of one head; hidden / heads when not given.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--max-position-embeddings",
@@ -58,7 +61,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Rows of the learned position table; at least the sequence length.",
         "models/config.py",
-        test="models/helpers.py",
+        test="train/test_arguments_rules.py",
     ),
     works(
         "--make-vocab-size-divisible-by",
@@ -66,6 +69,7 @@ FLAGS: tuple[Flag, ...] = (
         128,
         "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--padded-vocab-size",
@@ -73,7 +77,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "The padded vocabulary itself instead of the rule.",
         "train/arguments/resolve.py",
-        test="models/test_gpt.py",
+        test="models/test_config.py",
     ),
     works(
         "--no-pad-vocab-size",
@@ -81,6 +85,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Do not pad the vocabulary.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         aliases=("--disable-pad-vocab-size",),
         dest="pad_vocab_size",
     ),
@@ -90,7 +95,7 @@ FLAGS: tuple[Flag, ...] = (
         "LayerNorm",
         "LayerNorm or RMSNorm.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="models/test_config.py",
         choices=(
             "LayerNorm",
             "RMSNorm",
@@ -102,6 +107,7 @@ FLAGS: tuple[Flag, ...] = (
         1e-05,
         "Added to the variance in every norm.",
         "models/config.py",
+        test="models/test_config.py",
         dest="layernorm_epsilon",
     ),
     works(
@@ -110,7 +116,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Norm weights are stored as their distance from one.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="train/test_arguments.py",
         dest="layernorm_zero_centered_gamma",
     ),
     not_yet(
@@ -125,32 +131,38 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "the tanh form of GELU is not there; leave the flag out for the exact one",
     ),
-    works("--squared-relu", Switch.ON, False, "Squared ReLU in the MLP.", "models/config.py"),
-    works("--swiglu", Switch.ON, False, "SiLU-gated MLP.", "models/config.py"),
-    works("--quick-geglu", Switch.ON, False, "Gated MLP with the sigmoid form of GELU.", "models/config.py"),
+    works(
+        "--squared-relu",
+        Switch.ON,
+        False,
+        "Squared ReLU in the MLP.",
+        "models/config.py",
+        test="models/test_config.py",
+    ),
+    works("--swiglu", Switch.ON, False, "SiLU-gated MLP.", "models/config.py", test="models/test_config.py"),
+    works(
+        "--quick-geglu",
+        Switch.ON,
+        False,
+        "Gated MLP with the sigmoid form of GELU.",
+        "models/config.py",
+        test="models/test_config.py",
+    ),
     works(
         "--activation-func-clamp-value",
         float,
         None,
         "Both halves of a gated MLP are clamped to this.",
         "models/config.py",
-        test="models/test_gpt.py",
     ),
-    works(
-        "--glu-linear-offset",
-        float,
-        0.0,
-        "Added to the linear half of a gated MLP.",
-        "models/config.py",
-        test="models/test_gpt.py",
-    ),
+    works("--glu-linear-offset", float, 0.0, "Added to the linear half of a gated MLP.", "models/config.py"),
     works(
         "--disable-bias-linear",
         Switch.OFF,
         True,
         "No biases in the linear layers.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="train/test_arguments.py",
         dest="add_bias_linear",
     ),
     works(
@@ -159,7 +171,6 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "A bias in the query, key and value projection although --disable-bias-linear.",
         "models/config.py",
-        test="models/test_gpt.py",
     ),
     works(
         "--untie-embeddings-and-output-weights",
@@ -167,7 +178,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The head has a weight of its own.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--qk-layernorm",
@@ -175,7 +186,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "A norm on queries and keys of each head.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="train/test_arguments_scripts.py",
     ),
     not_yet(
         "--qk-l2-norm",
@@ -190,7 +201,7 @@ FLAGS: tuple[Flag, ...] = (
         "Standard deviation of the weights at the start; outputs of residual branches get it "
         "divided by sqrt(2 x layers).",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="models/test_config.py",
     ),
     works(
         "--init-method-xavier-uniform",
@@ -198,7 +209,6 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Uniform initial weights by fan-in and fan-out (Xavier) instead of normal ones.",
         "models/config.py",
-        test="models/test_gpt.py",
     ),
     works(
         "--embedding-init-method-std",
@@ -206,14 +216,13 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Standard deviation of the embedding at the start; --init-method-std when not given.",
         "models/config.py",
-        test="models/test_gpt.py",
+        test="models/test_config.py",
     ),
-    works(
+    no_op(
         "--no-initialization",
         Switch.OFF,
         True,
-        "Leave the weights as allocated (when a checkpoint follows).",
-        "models/config.py",
+        "weights are filled shard by shard at little cost, and a loaded checkpoint replaces them",
         dest="perform_initialization",
     ),
     no_op(
@@ -240,7 +249,7 @@ FLAGS: tuple[Flag, ...] = (
         0.1,
         "Dropout on the attention probabilities.",
         "models/config.py",
-        test="models/helpers.py",
+        test="parallel/context/test_attention.py",
     ),
     works(
         "--hidden-dropout",
@@ -248,7 +257,7 @@ FLAGS: tuple[Flag, ...] = (
         0.1,
         "Dropout on the output of each residual branch.",
         "models/config.py",
-        test="models/helpers.py",
+        test="models/test_config.py",
     ),
     refused(
         "--spec",
@@ -286,7 +295,6 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The residual stream is fp32 although the layers compute in bf16 or fp16.",
         "models/config.py",
-        test="models/test_gpt.py",
     ),
     no_op("--fp16-lm-cross-entropy", Switch.ON, False, "the loss is always computed in fp32"),
     not_yet(

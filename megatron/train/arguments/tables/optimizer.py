@@ -17,6 +17,7 @@ FLAGS: tuple[Flag, ...] = (
         "adam",
         "adam (AdamW) or sgd.",
         "train/optimizer.py",
+        test="train/test_optimizer.py",
         choices=(
             "adam",
             "sgd",
@@ -35,7 +36,14 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     works("--adam-beta1", float, 0.9, "Decay of Adam's first moment.", "train/optimizer.py"),
-    works("--adam-beta2", float, 0.999, "Decay of Adam's second moment.", "train/optimizer.py"),
+    works(
+        "--adam-beta2",
+        float,
+        0.999,
+        "Decay of Adam's second moment.",
+        "train/optimizer.py",
+        test="train/test_arguments_scripts.py",
+    ),
     works("--adam-eps", float, 1e-08, "Added to the root of Adam's second moment.", "train/optimizer.py"),
     works("--sgd-momentum", float, 0.9, "Momentum of SGD.", "train/optimizer.py"),
     works(
@@ -43,7 +51,8 @@ FLAGS: tuple[Flag, ...] = (
         float,
         1.0,
         "Global norm to which gradients are clipped; 0 does not clip.",
-        "train/step.py",
+        "train/build.py",
+        test="train/test_arguments_rules.py",
     ),
     works(
         "--weight-decay",
@@ -51,6 +60,7 @@ FLAGS: tuple[Flag, ...] = (
         0.01,
         "Decoupled weight decay of matrices (not of biases and norms).",
         "train/optimizer.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--start-weight-decay",
@@ -103,18 +113,18 @@ FLAGS: tuple[Flag, ...] = (
         "fp32",
         "Dtype in which gradients accumulate (fp64 is our addition, for tests).",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
         choices=(
             "fp32",
             "bf16",
             "fp64",
         ),
     ),
-    works(
+    not_yet(
         "--main-params-dtype",
         str,
         "fp32",
-        "Dtype of the sharded main parameters.",
-        "train/arguments/resolve.py",
+        "optimizer states are fp32; use --megatron-fsdp-main-params-dtype",
         choices=(
             "fp32",
             "fp16",

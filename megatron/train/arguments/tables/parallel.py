@@ -17,7 +17,7 @@ FLAGS: tuple[Flag, ...] = (
         int,
         1,
         "Ranks that share each layer's weights.",
-        "train/arguments/resolve.py",
+        "train/build.py",
         test="models/test_gpt.py",
     ),
     works(
@@ -26,15 +26,16 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Split norms and dropouts over the tensor-parallel ranks along the sequence; off with"
         " a warning at tensor-parallel size 1.",
-        "train/arguments/resolve.py",
+        "train/build.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--context-parallel-size",
         int,
         1,
         "Ranks that share each sequence.",
-        "train/arguments/resolve.py",
-        test="parallel/context/test_balance.py",
+        "train/build.py",
+        test="parallel/context/test_attention.py",
     ),
     works(
         "--cp-comm-type",
@@ -42,7 +43,8 @@ FLAGS: tuple[Flag, ...] = (
         ["p2p"],
         "How attention crosses context-parallel ranks: p2p (ring), a2a (Ulysses) or "
         "all_gather; one for all layers, or one per layer.",
-        "train/checkpoint.py",
+        "models/config.py",
+        test="models/test_config.py",
         nargs="+",
         refused_values=(("a2a+p2p", "hierarchical context parallelism is not there; use p2p or a2a"),),
     ),

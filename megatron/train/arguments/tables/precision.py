@@ -10,14 +10,29 @@ NO_FP4 = "FP4 training is experimental; use --bf16"
 TITLE = "Precision"
 
 FLAGS: tuple[Flag, ...] = (
-    works("--bf16", Switch.ON, False, "Compute in bf16.", "train/arguments/resolve.py"),
-    works("--fp16", Switch.ON, False, "Compute in fp16 with a loss scale.", "train/arguments/resolve.py"),
+    works(
+        "--bf16",
+        Switch.ON,
+        False,
+        "Compute in bf16.",
+        "train/arguments/resolve.py",
+        test="train/test_arguments.py",
+    ),
+    works(
+        "--fp16",
+        Switch.ON,
+        False,
+        "Compute in fp16 with a loss scale.",
+        "train/arguments/resolve.py",
+        test="train/test_arguments.py",
+    ),
     works(
         "--loss-scale",
         float,
         None,
         "A fixed loss scale; without it fp16 uses a dynamic one.",
         "train/loss_scale.py",
+        test="train/test_loss_scale.py",
     ),
     works(
         "--initial-loss-scale",
@@ -25,22 +40,37 @@ FLAGS: tuple[Flag, ...] = (
         4294967296,
         "First value of the dynamic loss scale.",
         "train/loss_scale.py",
+        test="train/test_loss_scale.py",
     ),
-    works("--min-loss-scale", float, 1.0, "Lowest dynamic loss scale.", "train/loss_scale.py"),
+    works(
+        "--min-loss-scale",
+        float,
+        1.0,
+        "Lowest dynamic loss scale.",
+        "train/loss_scale.py",
+        test="train/test_loss_scale.py",
+    ),
     works(
         "--loss-scale-window",
         float,
         1000,
         "Steps without overflow before the dynamic loss scale doubles.",
         "train/loss_scale.py",
+        test="train/test_loss_scale.py",
     ),
-    works("--hysteresis", int, 2, "Overflows before the dynamic loss scale halves.", "train/loss_scale.py"),
     works(
+        "--hysteresis",
+        int,
+        2,
+        "Overflows before the dynamic loss scale halves.",
+        "train/loss_scale.py",
+        test="train/test_loss_scale.py",
+    ),
+    not_yet(
         "--disable-bf16-reduced-precision-matmul",
         Switch.ON,
         False,
-        "cuBLAS sums bf16 products in fp32.",
-        "train/build.py",
+        "torch's setting for bf16 products is not changed",
     ),
     not_yet(
         "--fp8-format",

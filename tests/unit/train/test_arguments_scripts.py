@@ -1,0 +1,99 @@
+"""Command lines as users of Megatron-LM write them: dense ones run, others resolve and are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.train.arguments import batch_schedule, parse_args, validate
+from megatron.train.arguments.validate import check_and_resolve
+
+LOGS = (
+    "--log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard "
+    "--log-memory-to-tensorboard --tensorboard-dir tb --log-interval 1 --timing-log-level 0 --log-throughput"
+)
+DATA = (
+    "--data-path corpus_text_document --vocab-file vocab.json --merge-file merges.txt --split 949,50,1 "
+    "--data-cache-path cache"
+)
+CHECKPOINTS = (
+    "--save out --load out --save-interval 50 --ckpt-format torch_dist --dist-ckpt-strictness log_all --async-save "
+    "--use-persistent-ckpt-worker --dist-ckpt-optim-fully-reshardable --ckpt-assume-constant-structure"
+)
+SMALL = (
+    "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --micro-batch-size 4 --global-batch-size 32 "
+    "--seq-length 1024 --max-position-embeddings 1024 --train-iters 100 --lr-decay-iters 320000 --lr 0.00015 "
+    "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 "
+    "--eval-interval 1000 --eval-iters 10 --transformer-impl transformer_engine --distributed-backend nccl "
+    "--use-mcore-models --deterministic-mode --attention-softmax-in-fp32 --no-gradient-accumulation-fusion "
+    f"--attention-backend unfused {LOGS} {DATA} {CHECKPOINTS}"
+)
+DENSE = {
+    "distributed optimizer": "--bf16 --use-distributed-optimizer --no-mmap-bin-files",
+    "overlap": "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "fsdp2": "--fp16 --use-torch-fsdp2 --apply-query-key-layer-scaling --use-checkpoint-opt_param-scheduler",
+    "megatron fsdp": "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+    "--megatron-fsdp-grad-comm-dtype bf16",
+    "recompute": "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "tensor": "--bf16 --tensor-model-parallel-size 4 --sequence-parallel --no-rope-fusion --swiglu "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --no-bias-gelu-fusion",
+    "context": "--bf16 --context-parallel-size 2 --cp-comm-type a2a --calculate-per-token-loss "
+    "--no-check-for-nan-in-loss-and-grad --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "rerun off": "--bf16 --rerun-mode disabled --manual-gc --manual-gc-interval 10",
+}
+
+
+@pytest.mark.parametrize("words", DENSE.values(), ids=DENSE.keys())
+def test_dense_runs_are_accepted(words: str) -> None:
+    config = validate(parse_args(f"{SMALL} {words}".split()), 8, "cpu")
+    assert config.tokenizer_type == "GPT2BPETokenizer"
+    assert (config.distributed_backend, config.transformer_impl) == ("gloo", "local")
+    assert config.num_microbatches * config.micro_batch_size * config.data_parallel_size == 32
+
+
+def test_a_long_run_with_rampup() -> None:
+    words = (
+        "--distributed-timeout-minutes 60 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 "
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --use-mcore-models "
+        "--sequence-parallel --disable-bias-linear --micro-batch-size 4 --rampup-batch-size 384 384 97656250 "
+        "--global-batch-size 1152 --train-samples 19531250 --manual-gc --transformer-impl transformer_engine "
+        "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t.model --data-path blend --split 99,1,0 "
+        "--no-mmap-bin-files --num-workers 6 --apply-layernorm-1p --untie-embeddings-and-output-weights "
+        "--position-embedding-type rope --no-rope-fusion --rotary-percent 0.5 --squared-relu --num-layers 32 "
+        "--hidden-size 6144 --num-attention-heads 48 --group-query-attention --num-query-groups 8 "
+        "--seq-length 4096 --max-position-embeddings 4096 --attention-dropout 0.0 --hidden-dropout 0.0 "
+        "--lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 4.5e-4 --min-lr 4.5e-5 "
+        "--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --adam-beta2 0.95 "
+        "--eval-iters 32 --eval-interval 2000 --save out --load out --save-interval 5000 "
+        "--save-retain-interval 10000 --init-method-std 0.0134 --bf16 --exit-interval 10200 "
+        f"--wandb-project p --wandb-entity e --wandb-exp-name n --wandb-save-dir d {LOGS}"
+    )
+    config = validate(parse_args(words.split()), 64, "cpu")
+    assert (config.data_parallel_size, config.num_query_groups, config.ffn_hidden_size) == (8, 8, 24576)
+    # Two increments of 384: the first half of the ramp at 384, the second at 768, then 1152.
+    schedule = batch_schedule(config)
+    assert [schedule.at(n) for n in (0, 48828124, 48828125, 97656249, 97656250)] == [384, 384, 768, 768, 1152]
+    assert config.train_iters == 19531250 // 384  # the samples end within the first half
+
+
+def test_a_deepseek_run_resolves_and_is_refused_by_name_while_not_built() -> None:
+    words = (
+        f"{SMALL} --bf16 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --use-megatron-fsdp "
+        "--megatron-fsdp-version 2 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
+        "--num-layers 8 --ffn-hidden-size 2048 --kv-channels 128 --position-embedding-type rope --swiglu "
+        "--normalization RMSNorm --norm-epsilon 1e-6 --untie-embeddings-and-output-weights "
+        "--multi-latent-attention --qk-layernorm --num-experts 8 --moe-layer-freq ([0]*3+[1]*5) "
+        "--moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size 1024 "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-router-topk 4 --moe-token-dispatcher-type alltoall "
+        "--moe-router-pre-softmax --moe-grouped-gemm --moe-aux-loss-coeff 1e-4 --moe-router-group-topk 2 "
+        "--moe-router-num-groups 4 --moe-router-topk-scaling-factor 2.0 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3 --moe-router-dtype fp32 "
+        "--moe-permute-fusion --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+        "--v-head-dim 128 --rotary-scaling-factor 1.0 --mscale 1.0 --mscale-all-dim 1.0"
+    )
+    arguments = parse_args(words.split())
+    config = check_and_resolve(arguments, 8)
+    assert config.moe_layer_freq == (0, 0, 0, 1, 1, 1, 1, 1)
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("seq_aux_loss", 1e-4)
+    assert (config.sharding_strategy, config.outer_sharding_strategy) == ("optim_grads_params", "optim")
+    with pytest.raises(ValueError, match="--num-experts 8 is not built yet"):
+        validate(arguments, 8, "cpu")
