@@ -1,0 +1,220 @@
+"""THE composition root: how a validated configuration becomes a model that trains in parallel.
+
+One order, top to bottom of `build_run`: mesh -> tokenizer and data files checked -> model on the meta
+device (tensor, sequence, pipeline, context and expert parallelism happen here, by the mesh that its layers
+get; activation recompute too) -> compile -> FSDP, which materialises and initialises shard by shard ->
+optimizer and schedule -> data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.fsdp import (
+    Chunk,
+    DataParallelPlacement,
+    FSDPConfig,
+    FullyShardedDataParallel,
+    Location,
+    OuterStrategy,
+    ShardingStrategy,
+)
+from megatron.models.backends.base import Backend, LayerOptions
+from megatron.models.block import Block
+from megatron.models.config import ModelConfig
+from megatron.models.gpt import Embedding, GPTModel
+from megatron.models.init import Initializer
+from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
+from megatron.parallel.mesh import ParallelMesh, ParallelSizes
+from megatron.parallel.random import RngStreams
+from megatron.train.arguments.model import model_config_from
+from megatron.train.config import TrainConfig
+from megatron.train.data import DataIterators, build_data_iterators, data_config_from_args, validate_data
+from megatron.train.initialize import Launch
+from megatron.train.loss_scale import loss_scaler_from_config
+from megatron.train.lr_schedule import OptimizerParamScheduler, schedule_from_config
+from megatron.train.optimizer import build_optimizer, optimizer_config
+from megatron.train.step import StepOptions, TrainState
+from megatron.train.tokenizers import Tokenizer, build_tokenizer
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a training loop works on."""
+
+    config: TrainConfig
+    launch: Launch
+    device: torch.device
+    mesh: ParallelMesh
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    state: TrainState
+    data: DataIterators
+    streams: RngStreams | None
+
+
+def build_run(config: TrainConfig, launch: Launch, device: torch.device) -> Run:
+    """Build everything that `config` describes on this rank; collective where groups are made.
+
+    Raises ValueError, naming flag and fix, before a model is built where data, tokenizer or sizes do not fit.
+    """
+    mesh = build_mesh(config, device)
+    tokenizer = build_tokenizer(config)
+    data_config = data_config_from_args(config, tokenizer)
+    validate_data(data_config)
+    model_config = build_model_config(config, tokenizer)
+    streams = RngStreams.for_mesh(config.seed, mesh)
+    backend = build_backend(config, mesh, streams)
+    model = GPTModel(model_config, backend, mesh)
+    wrapped = wrap_model(model, config, mesh, device)
+    optimizer = build_optimizer(wrapped.named_parameters(), optimizer_config(config), backend.fused_adam)
+    state = TrainState(
+        model=wrapped,
+        optimizer=optimizer,
+        schedule=OptimizerParamScheduler(optimizer, schedule_from_config(config)),
+        scaler=loss_scaler_from_config(config),
+    )
+    data = build_data_iterators(data_config, dp_rank=mesh.rank("dp"), dp_size=mesh.size("dp"))
+    return Run(config, launch, device, mesh, model_config, tokenizer, state, data, streams)
+
+
+def build_mesh(config: TrainConfig, device: torch.device) -> ParallelMesh:
+    """The mesh of all parallel axes."""
+    sizes = ParallelSizes(
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        context=config.context_parallel_size,
+        data=config.data_parallel_size,
+        data_outer=config.num_distributed_optimizer_instances,
+        expert=config.expert_model_parallel_size,
+        expert_tensor=config.expert_tensor_parallel_size if config.num_experts else 1,
+    )
+    return ParallelMesh(sizes, device.type)
+
+
+def build_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model, with room for every id of the tokenizer (--vocab-size may ask for more)."""
+    changes: dict[str, object] = {"vocab_size": max(tokenizer.vocab_size, config.vocab_size or 0)}
+    if "padded_vocab_size" not in config.explicit:
+        changes["padded_vocab_size"] = None
+    return model_config_from(config.replace(**changes))
+
+
+def build_backend(config: TrainConfig, mesh: ParallelMesh, streams: RngStreams | None) -> Backend:
+    """Who builds the layers; parameters on the meta device."""
+    options = LayerOptions.from_mesh(
+        mesh,
+        sequence_parallel=config.sequence_parallel,
+        params_dtype=DTYPES[config.params_dtype],
+        device="meta",
+        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+        rng=streams,
+        seed=config.seed,
+    )
+    if config.transformer_impl == "transformer_engine":
+        from megatron.models.backends.transformer_engine import TransformerEngineBackend
+
+        return TransformerEngineBackend(options)
+    from megatron.models.backends.torch import TorchBackend
+
+    return TorchBackend(options)
+
+
+def wrap_model(
+    model: nn.Module, config: TrainConfig, mesh: ParallelMesh, device: torch.device
+) -> FullyShardedDataParallel:
+    """Put `model` (on meta) under FSDP and give its shards their initial values on `device`."""
+    fsdp_config = FSDPConfig(
+        strategy=ShardingStrategy.parse(config.sharding_strategy),
+        outer_strategy=OuterStrategy.parse(config.outer_sharding_strategy),
+        main_params_dtype=DTYPES[config.main_params_dtype],
+        main_grads_dtype=DTYPES[config.main_grads_dtype],
+        grad_comm_dtype=DTYPES[config.grad_comm_dtype],
+        reshard_after_forward=config.reshard_after_forward,
+    )
+    return FullyShardedDataParallel(
+        model,
+        fsdp_config,
+        placement_for=placement_callback(mesh, per_token=config.calculate_per_token_loss),
+        unit_modules=(Block, Embedding),
+        initialize=Initializer(config.seed, mesh),
+        locate=locate_callback(mesh),
+    )
+
+
+def placement_callback(
+    mesh: ParallelMesh, *, per_token: bool
+) -> Callable[[str, torch.Tensor], DataParallelPlacement]:
+    """Where FSDP shards each parameter: experts over expert-data ranks, all others over data x context ranks.
+
+    The divisor is the same for both (fsdp.md, "One scale"): gradients are means over data-parallel ranks,
+    or, per token, sums.
+    """
+    divisor = 1 if per_token else mesh.size("dp")
+    hybrid = mesh.size("dp_outer") > 1
+    cache: dict[bool, DataParallelPlacement] = {}
+
+    def placement_for(name: str, parameter: torch.Tensor) -> DataParallelPlacement:
+        expert = annotation_of(parameter).expert
+        if expert not in cache:
+            inner, outer = ("edp_shard", "edp_outer") if expert else ("fsdp", "dp_outer")
+            cache[expert] = DataParallelPlacement(
+                shard_mesh=mesh.device_mesh(inner),
+                outer_mesh=mesh.device_mesh(outer) if hybrid else None,
+                gradient_divisor=divisor,
+            )
+        return cache[expert]
+
+    return placement_for
+
+
+def locate_callback(mesh: ParallelMesh) -> Callable[[str, torch.Tensor], Location]:
+    """Where a parameter of this rank lies in the whole model, for checkpoints that any layout loads."""
+
+    def locate(name: str, parameter: torch.Tensor) -> Location:
+        annotation = annotation_of(parameter)
+        axis = annotation.tensor_axis
+        shape = tuple(parameter.shape)
+        chunks = local_chunks(annotation, shape, mesh.rank(axis), mesh.size(axis))
+        return Location(
+            name,
+            tuple(global_shape(annotation, shape, mesh.size(axis))),
+            tuple(Chunk(chunk.global_offsets, chunk.local_offsets, chunk.sizes) for chunk in chunks),
+        )
+
+    return locate
+
+
+def step_options(config: TrainConfig) -> StepOptions:
+    """What a step does, from the configuration."""
+    return StepOptions(
+        per_token=config.calculate_per_token_loss,
+        clip_grad=config.clip_grad,
+        stop_at_nan=config.check_for_nan_in_loss_and_grad,
+        count_zeros=config.log_num_zeros_in_grad,
+    )
+
+
+def describe(run: Run) -> list[str]:
+    """The run in a few lines, for the log's beginning."""
+    from megatron.models.flops import count_parameters
+
+    config, launch = run.config, run.launch
+    parameters: Any = count_parameters(run.model_config)
+    return [
+        f"{launch.world_size} ranks ({launch.launcher}) on {run.device.type}, {config.distributed_backend}; "
+        f"sharding {config.sharding_strategy} over {run.mesh.size('fsdp')} ranks",
+        f"{parameters.total / 1e6:.2f} M parameters, {config.params_dtype} compute, "
+        f"{config.main_params_dtype} main; vocabulary {run.model_config.vocab_size} padded to "
+        f"{run.model_config.padded_vocab_size}",
+        f"global batch {config.global_batch_size} x {config.seq_length} tokens, "
+        f"{config.num_microbatches} microbatch(es) of {config.micro_batch_size} on each of "
+        f"{config.data_parallel_size} data-parallel ranks",
+    ]

@@ -1,0 +1,66 @@
+"""From a command line to the end of a run: parse -> build -> train."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron.train.errors import one_line_errors
+from megatron.train.initialize import (
+    Launch,
+    ProcessGroupOptions,
+    initialize_distributed,
+    quiet_libraries,
+    read_launch,
+    seed_everything,
+    use_deterministic_algorithms,
+)
+
+
+def main(argv: Sequence[str] | None = None, defaults: dict[str, object] | None = None) -> None:
+    """Run a pretraining job.
+
+    Args:
+        argv: words of the command line; default: this process's.
+        defaults: other defaults by destination (a preset); what the user gives wins over them.
+
+    Ends the process with a status: 0 done, 2 the user's error (one line), 1 a bug, 3 another rank has gone.
+    """
+    quiet_libraries()
+    with one_line_errors():
+        launch = read_launch()
+    with one_line_errors(launch.rank):
+        _run(argv, defaults, launch)
+
+
+def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch: Launch) -> None:
+    from megatron.train.arguments import parse_args, validate
+
+    config = validate(parse_args(argv, defaults), launch.world_size)
+    if config.validate_only:
+        if launch.rank == 0:
+            print(config.to_json())
+        return
+    if config.logging_level is not None:
+        logging.getLogger().setLevel(config.logging_level)
+    if config.deterministic_mode:
+        use_deterministic_algorithms()
+    options = ProcessGroupOptions(
+        config.distributed_backend, config.device, config.distributed_timeout_minutes
+    )
+    device = initialize_distributed(launch, options)
+    seed_everything(config.seed)
+    # What is below takes a second to import; an error above needs none of it.
+    from megatron.train.build import build_run, describe
+    from megatron.train.loop import train
+    from megatron.train.report import build_reporter
+
+    run = build_run(config, launch, device)
+    reporter = build_reporter(run, sys.stdout)
+    for line in [*config.warnings, *config.notes, *describe(run)]:
+        reporter.message(line)
+    train(run, reporter)
+    dist.destroy_process_group()

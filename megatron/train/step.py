@@ -1,0 +1,279 @@
+"""One training step: microbatches forward and backward, one reduction of numbers, one decision, one update.
+
+Note "One scale". The loss function returns (sum, valid tokens). Mean mode: a microbatch's loss is sum /
+tokens over cp, and the step's is the mean over data-parallel ranks and microbatches: here 1 /
+num_microbatches, in FSDP 1 / dp. Per-token mode (--calculate-per-token-loss): sum / tokens of the whole
+global batch; FSDP only sums, and the division comes here, once, after all gradients are reduced.
+
+Note "One collective, one wait". Norm, loss, token count, and what must be decided alike on all ranks (an
+overflow, a signal to stop) are summed over the world in one fp64 vector and read by the host once. What
+follows (per-token division, loss scale, clipping) is one factor on the gradients.
+
+Note "Numbers that are no numbers". A NaN on one rank makes the sums NaN on all, so all ranks decide alike:
+stop, or skip the update and count it. Parameters, optimizer state and schedule are untouched by a skipped
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.parallel.annotate import annotation_of
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.replicated import sum_replicated_gradients
+from megatron.train.errors import RunStopped
+from megatron.train.grad_norm import GradientStatistics, clip_coefficient, local_tensor
+from megatron.train.loss_scale import LossScaleConfig, LossScaler
+from megatron.train.lr_schedule import OptimizerParamScheduler
+
+Batch = dict[str, Tensor]
+LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class DataParallelModel(Protocol):
+    """What a step needs of the wrapped model (megatron.fsdp.FullyShardedDataParallel)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]: ...
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+    def finish_grad_sync(self) -> None: ...
+    def zero_grad_buffer(self) -> None: ...
+    def scale_gradients(self, factor: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that training changes, and so what a checkpoint holds (beside the position in the data)."""
+
+    model: DataParallelModel
+    optimizer: torch.optim.Optimizer
+    schedule: OptimizerParamScheduler
+    scaler: LossScaler = field(default_factory=lambda: LossScaler(LossScaleConfig()))
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does.
+
+    Attributes:
+        per_token: note "One scale".
+        clip_grad: largest global norm; 0 does not clip.
+        stop_at_nan: stop at a loss or gradient that is no finite number, else skip the update.
+        count_zeros: count the zeros of all gradients.
+    """
+
+    per_token: bool = False
+    clip_grad: float = 1.0
+    stop_at_nan: bool = True
+    count_zeros: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Of one step: microbatches of this rank, and samples of the global batch (what moves the schedule)."""
+
+    num_microbatches: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, the same on every rank. `loss`: per token, by the rule of the mode."""
+
+    loss: float
+    grad_norm: float
+    num_zeros: int | None
+    num_tokens: int
+    skipped: bool
+    loss_scale: float
+    stop_requested: bool
+
+
+def masked_loss(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(sum of the losses of valid tokens, their number), both fp32 scalars.
+
+    losses, loss_mask: [batch, sequence].
+    """
+    mask = loss_mask.to(losses.dtype).reshape(-1)
+    return torch.sum(losses.reshape(-1) * mask), mask.sum()
+
+
+def model_inputs(batch: Batch) -> dict[str, Tensor]:
+    """A batch's tensors under the names of the model's forward."""
+    return {name: value for name, value in batch.items() if name != "loss_mask"}
+
+
+class TrainStep:
+    """Runs training steps. Everything it works on is given; it keeps no position of its own."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        mesh: ParallelMesh,
+        options: StepOptions,
+        *,
+        loss_function: LossFunction = masked_loss,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.model, self.optimizer = state.model, state.optimizer
+        self.schedule, self.scaler = state.schedule, state.scaler
+        self.mesh = mesh
+        self.options = options
+        self.loss_function = loss_function
+        self.device = torch.device(device)
+        self.named_parameters = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        self.statistics = GradientStatistics(
+            [parameter for _, parameter in self.named_parameters], mesh, with_zeros=options.count_zeros
+        )
+
+    def __call__(
+        self, batches: Iterator[Batch], size: BatchSize, *, stop_requested: bool = False
+    ) -> StepResult:
+        """One step over the next `size.num_microbatches` batches.
+
+        Args:
+            batches: of this rank, on this device; keys tokens, labels, loss_mask and what else forward takes.
+            size: of the step.
+            stop_requested: this rank wants to end the run; the result says whether any rank does.
+
+        Raises:
+            RunStopped: a loss or gradient is no finite number and the options say to stop.
+        """
+        losses, tokens = self._forward_backward(batches, size.num_microbatches)
+        with torch.profiler.record_function("train.finish_grad_sync"):
+            self.model.finish_grad_sync()
+            sum_replicated_gradients(
+                (
+                    (annotation_of(parameter), local_tensor(parameter.grad))
+                    for _, parameter in self.named_parameters
+                    if parameter.grad is not None
+                ),
+                self.mesh,
+            )
+        numbers = self._reduce(losses, tokens, stop_requested)
+        inverse = self._gradient_factor(numbers.tokens)
+        norm = math.sqrt(numbers.squares) * inverse if numbers.squares >= 0 else math.nan
+        overflow = not math.isfinite(norm)
+        skipped = overflow or not math.isfinite(numbers.loss)
+        scale = self.scaler.scale
+        if skipped and self.options.stop_at_nan and not (overflow and self.scaler.config.dynamic):
+            raise RunStopped(self._explain(losses, numbers.loss, norm))
+        self.scaler.update(overflow)
+        if not skipped:
+            self._update(inverse * clip_coefficient(norm, self.options.clip_grad), size.samples)
+        return StepResult(
+            loss=numbers.loss,
+            grad_norm=norm,
+            num_zeros=int(numbers.zeros) if self.options.count_zeros else None,
+            num_tokens=int(numbers.tokens),
+            skipped=skipped,
+            loss_scale=scale,
+            stop_requested=numbers.stop > 0,
+        )
+
+    def _forward_backward(self, batches: Iterator[Batch], count: int) -> tuple[Tensor, Tensor]:
+        """All microbatches; returns their losses (unscaled) and numbers of valid tokens, [num_microbatches]
+        each.
+        """
+        self.model.zero_grad_buffer()
+        losses, tokens = [], []
+        for index in range(count):
+            with self.model.no_sync() if index < count - 1 else contextlib.nullcontext():
+                loss, valid = self._microbatch(next(batches), count)
+            losses.append(loss)
+            tokens.append(valid)
+        return torch.stack(losses), torch.stack(tokens)
+
+    def _microbatch(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+        with torch.profiler.record_function("train.forward"):
+            losses = self.model(**model_inputs(batch))
+            total, valid = self.loss_function(losses, batch["loss_mask"])
+        if self.options.per_token:
+            loss, weight = total, 1.0
+        else:
+            over_context = valid.detach().clone()
+            group = self.mesh.group("cp")
+            if group is not None:
+                dist.all_reduce(over_context, group=group)
+            # A microbatch (or all of cp's share of it) without a valid token has loss 0, not 0/0.
+            loss, weight = total / over_context.clamp(min=1.0), 1.0 / count
+        with torch.profiler.record_function("train.backward"):
+            (loss * (weight * self.scaler.scale)).backward()
+        return loss.detach().double(), valid.detach().double()
+
+    def _reduce(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> _Numbers:
+        """Sum the step's numbers over the world (note "One collective, one wait")."""
+        # The loss of a data-parallel rank is known to all its tensor-parallel ranks; the first counts.
+        counts = float(self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.mesh.size("pp") - 1)
+        own = torch.stack([losses.sum() * counts, tokens.sum() * counts])
+        flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=self.device)
+        vector = torch.cat([self.statistics.local(self.device), own, flag])
+        group = self.mesh.group("world")
+        if group is not None:
+            dist.all_reduce(vector, group=group)
+        squares, zeros, loss, valid, stop = vector.tolist()
+        if self.options.per_token:
+            loss /= max(valid, 1.0)
+        else:
+            loss /= len(losses) * self.mesh.size("dp")
+        return _Numbers(squares, zeros, loss, valid, stop)
+
+    def _gradient_factor(self, tokens: float) -> float:
+        per_token = 1.0 / max(tokens, 1.0) if self.options.per_token else 1.0
+        return per_token / self.scaler.scale
+
+    def _update(self, factor: float, samples: int) -> None:
+        if factor != 1.0:
+            self.model.scale_gradients(factor)
+        with torch.profiler.record_function("train.optimizer"):
+            self.optimizer.step()
+        self.schedule.step(samples)
+
+    def _explain(self, losses: Tensor, loss: float, norm: float) -> str:
+        """Where the first non-finite numbers are; the same text on all ranks."""
+        finite = torch.isfinite(losses)
+        microbatches = [index for index, good in enumerate(finite.tolist()) if not good]
+        names = [name for name, parameter in self.named_parameters if not _is_finite(parameter.grad)]
+        findings: list[Any] = [(microbatches, names)]
+        if self.mesh.group("world") is not None:
+            findings = [None] * self.mesh.size("world")
+            dist.all_gather_object(findings, (microbatches, names), group=self.mesh.group("world"))
+        return _explanation(findings, loss, norm)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    squares: float
+    zeros: float
+    loss: float
+    tokens: float
+    stop: float
+
+
+def _is_finite(gradient: Tensor | None) -> bool:
+    return gradient is None or bool(torch.isfinite(local_tensor(gradient)).all())
+
+
+def _explanation(findings: Sequence[tuple[list[int], list[str]]], loss: float, norm: float) -> str:
+    parts = [f"the loss is {loss} and the gradient norm {norm}"]
+    bad = [(rank, microbatches) for rank, (microbatches, _) in enumerate(findings) if microbatches]
+    if bad:
+        rank, microbatches = bad[0]
+        parts.append(f"the loss first goes wrong on rank {rank}, microbatch {microbatches[0]}")
+    names = sorted({name for _, found in findings for name in found})
+    if names:
+        rank = next(index for index, (_, found) in enumerate(findings) if names[0] in found)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        parts.append(f"the gradient of {names[0]} (rank {rank}){more} is not finite")
+    return (
+        "; ".join(parts) + ". Parameters are untouched. Lower --lr or lengthen the warm-up, or pass "
+        "--no-check-for-nan-in-loss-and-grad to skip such updates"
+    )
