@@ -1,6 +1,8 @@
 """Fully sharded data parallelism: a DDP replacement and a per-module `fully_shard`. Imports torch only."""
 
+from megatron.fsdp.api import fully_shard, register_fsdp_forward_method
 from megatron.fsdp.grouping import DataParallelPlacement
+from megatron.fsdp.module import FSDPModule, UnshardHandle
 from megatron.fsdp.optimizer import bind_optimizer
 from megatron.fsdp.precision import MixedPrecisionPolicy
 from megatron.fsdp.sharded_parameter import Chunk, Location
@@ -11,11 +13,15 @@ __all__ = [
     "Chunk",
     "DataParallelPlacement",
     "FSDPConfig",
+    "FSDPModule",
     "FullyShardedDataParallel",
     "Location",
     "MixedPrecisionPolicy",
     "OuterStrategy",
     "ShardingStrategy",
+    "UnshardHandle",
     "bind_optimizer",
     "data_parallel_placement",
+    "fully_shard",
+    "register_fsdp_forward_method",
 ]

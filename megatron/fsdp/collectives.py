@@ -149,8 +149,8 @@ class Done:
 class WorkList:
     """Waits for torch work handles, then runs `after` once (the local part of the operation)."""
 
-    def __init__(self, works: Sequence[dist.Work], after: Callable[[], None] | None = None) -> None:
-        self._works: list[dist.Work] = list(works)
+    def __init__(self, works: Sequence[dist.Work | None], after: Callable[[], None] | None = None) -> None:
+        self._works = [work for work in works if work is not None]
         self._after = after
 
     def poll(self) -> bool:
@@ -224,42 +224,40 @@ class Operations:
 
 
 def _exchange(
-    comm: Communicator, outgoing: Callable[[int], Tensor], incoming: Callable[[int], Tensor]
-) -> list[dist.Work]:
-    """Send `outgoing(peer)` to and receive `incoming(peer)` from every other rank of the group."""
-    tag, works = comm.next_tag(), []
-    for step in range(1, comm.size):
-        source = (comm.rank - step) % comm.size
-        works.append(dist.irecv(incoming(source), group=comm.group, group_src=source, tag=tag))
-    for step in range(1, comm.size):
-        peer = (comm.rank + step) % comm.size
-        works.append(dist.isend(outgoing(peer), group=comm.group, group_dst=peer, tag=tag))
+    comm: Communicator, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], tag: int
+) -> list[dist.Work | None]:
+    """Send `outgoing[peer]` to and receive `incoming[peer]` from every other rank, nearest ranks first."""
+    works = []
+    for peer in _peers(comm, -1):
+        works.append(dist.irecv(incoming[peer], group=comm.group, group_src=peer, tag=tag))
+    for peer in _peers(comm, 1):
+        works.append(dist.isend(outgoing[peer], group=comm.group, group_dst=peer, tag=tag))
     return works
 
 
+def _peers(comm: Communicator, direction: int = 1) -> list[int]:
+    """The other ranks, from the next one on in `direction`."""
+    return [(comm.rank + direction * step) % comm.size for step in range(1, comm.size)]
+
+
+def _exchange_slots(comm: Communicator, buffer: Tensor, tag: int) -> list[dist.Work | None]:
+    """Send this rank's slot of `buffer` to every rank and receive theirs in place."""
+    own, peers = comm.slot(buffer), _peers(comm)
+    comm.count("all_gather", own.nbytes * (comm.size - 1))
+    return _exchange(comm, dict.fromkeys(peers, own), {peer: comm.slot(buffer, peer) for peer in peers}, tag)
+
+
 def _gloo_all_gather(comm: Communicator, buffers: Sequence[Tensor]) -> Pending:
-    works: list[dist.Work] = []
-    for buffer in buffers:
-        own = comm.slot(buffer)
-        works += _exchange(
-            comm, lambda peer, own=own: own, lambda peer, buffer=buffer: comm.slot(buffer, peer)
-        )
-        comm.count("all_gather", own.nbytes * (comm.size - 1))
-    return WorkList(works)
+    return WorkList([work for buffer in buffers for work in _exchange_slots(comm, buffer, comm.next_tag())])
 
 
 def _gloo_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction:
-    works: list[dist.Work] = []
-    received = []
+    works: list[dist.Work | None] = []
+    received, peers = [], _peers(comm)
     for buffer in buffers:
-        numel = buffer.numel() // comm.size
-        parts = buffer.new_empty((comm.size - 1) * numel)
-        place = {(comm.rank - step) % comm.size: (step - 1) * numel for step in range(1, comm.size)}
-        works += _exchange(
-            comm,
-            lambda peer, buffer=buffer: comm.slot(buffer, peer),
-            lambda peer, parts=parts, place=place, numel=numel: parts.narrow(0, place[peer], numel),
-        )
+        parts = buffer.new_empty((comm.size - 1, buffer.numel() // comm.size))
+        outgoing = {peer: comm.slot(buffer, peer) for peer in peers}
+        works += _exchange(comm, outgoing, dict(zip(peers, parts.unbind(), strict=True)), comm.next_tag())
         received.append(parts)
         comm.count("reduce_scatter", parts.nbytes)
     reduction = Reduction([comm.slot(buffer) for buffer in buffers])
@@ -269,7 +267,7 @@ def _gloo_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Reduc
             total = reduction.results[index]
             if total.dtype in (torch.bfloat16, torch.float16):
                 total = total.float()
-            for part in parts.view(comm.size - 1, -1):
+            for part in parts.unbind():
                 total.add_(part)
             reduction.results[index] = total
         received.clear()
@@ -290,18 +288,12 @@ def _gloo_all_reduce(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction
     tags = [comm.next_tag() for _ in buffers]
 
     def gather() -> Pending:
-        works: list[dist.Work] = []
+        works: list[dist.Work | None] = []
         for buffer, total, tag in zip(buffers, scatter.results, tags, strict=True):
             own = comm.slot(buffer)
             if total.data_ptr() != own.data_ptr():
                 own.copy_(total)
-            for step in range(1, comm.size):
-                source, peer = (comm.rank - step) % comm.size, (comm.rank + step) % comm.size
-                works.append(
-                    dist.irecv(comm.slot(buffer, source), group=comm.group, group_src=source, tag=tag)
-                )
-                works.append(dist.isend(own, group=comm.group, group_dst=peer, tag=tag))
-            comm.count("all_gather", own.nbytes * (comm.size - 1))
+            works += _exchange_slots(comm, buffer, tag)
         return WorkList(works)
 
     return Reduction(list(buffers), TwoPhases(scatter, gather))
@@ -315,7 +307,7 @@ def _coalesced(
 ) -> Pending:
     if len(buffers) == 1 or comm.backend == "fake":
         works = [launch(buffer) for buffer in buffers]
-        return WorkList([work for work in works if work is not None])
+        return WorkList(works)
     with dist._coalescing_manager(group=comm.group, device=buffers[0].device, async_ops=True) as manager:
         for buffer in buffers:
             launch(buffer)

@@ -69,7 +69,7 @@ class UnitHooks:
         for managed in self.unit.parameters:
             for module, _ in managed.sites:
                 if delays_wgrad(module):
-                    managed.main_grad.delayed = True
+                    managed.main_grad.delaying.append(module)
                     by_module.setdefault(module, []).append(managed)
         for module, parameters in by_module.items():
             hook = functools.partial(self._delayed_wgrad_done, parameters)

@@ -67,8 +67,9 @@ class MainGrad:
         self.overwrite = overwrite
         self.scratch_dtype = scratch_dtype
         self.written = False  # the real buffer holds data of this window
-        self.delayed = False  # its layer computes the wgrad in backward_dw(), see `delays_wgrad`
-        self.pending_writes = 0  # delayed wgrads that have not run
+        self.delaying: list[
+            nn.Module
+        ] = []  # layers that compute its wgrad in backward_dw(), see `delays_wgrad`
         self._pass_id = -1  # the pass in which the parameter was last written
         self._aside: list[Tensor] = []  # scratches and set-aside gradients, added when final
         self.announce()
@@ -83,7 +84,6 @@ class MainGrad:
     def get_main_grad(self) -> Tensor:
         """Return the buffer that one fused wgrad writes to: the parameter's shape, contiguous (Note [Grant])."""
         self.owner.open_window()
-        self.pending_writes += self.delayed
         if self._touched() or (self.overwrite and self.written):
             scratch = torch.empty(
                 self.parameter.shape, dtype=self.scratch_dtype, device=self.parameter.device
@@ -104,27 +104,27 @@ class MainGrad:
         """Move the gradient that autograd left in `.grad` of the compute parameter into the window."""
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
-            if self.delayed and not self._touched():  # unfused: backward_dw() will assign `.grad`
-                self.pending_writes += 1
-                self._touch()
             return
         self.owner.open_window()
         buffer = self.owner.gradient_view(self.index)
-        if not self.written and not self.pending_writes:
+        pending = self.pending_writes
+        if not self.written and not pending:
             buffer.copy_(gradient)
             self.written = True
-        elif self.pending_writes or buffer.dtype != self.scratch_dtype:
+        elif pending or buffer.dtype != self.scratch_dtype:
             self._aside.append(gradient)
         else:
             buffer.add_(gradient)
         self._touch()
 
-    def finish_delayed(self) -> None:
-        """One `backward_dw()` of the parameter's layer has run."""
-        if self.pending_writes:
-            self.pending_writes -= 1
-            if self.parameter.grad is not None:
-                self.collect()
+    @property
+    def pending_writes(self) -> int:
+        """Number of delayed wgrads that have not run, of all weights of the layers that use this one.
+
+        The layers' own queues are asked: how often a parameter was used, only they know (a layer called twice fires
+        the parameter's hook once; a tied weight is used by layers that do not delay as well).
+        """
+        return sum(waiting_wgrads(layer) for layer in self.delaying)
 
     def close(self) -> None:
         """Make the buffer hold the sum of all writes of the window: nothing unwritten, nothing left aside."""
@@ -144,7 +144,6 @@ class MainGrad:
     def reset(self) -> None:
         """Begin a new window: whatever the buffer holds no longer counts."""
         self.written = False
-        self.pending_writes = 0
         self._pass_id = -1
         self._aside.clear()
 
@@ -164,3 +163,10 @@ def delays_wgrad(module: nn.Module) -> bool:
     """Whether `module` computes its weight gradients in `backward_dw()`, after backward (duck-typed as in TE)."""
     store = getattr(module, "wgrad_store", None)
     return store is not None and bool(store.delay_wgrad_compute())
+
+
+def waiting_wgrads(module: nn.Module) -> int:
+    """How many weight gradients of a layer that delays them wait for `backward_dw()`."""
+    store = module.wgrad_store
+    queue = getattr(store, "context", None)  # TE's; our layers' store has a length
+    return len(store) if queue is None else queue.qsize()  # type: ignore[arg-type]

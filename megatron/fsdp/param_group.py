@@ -21,7 +21,7 @@ an optimizer step (seen by a global hook, see optimizer.py), an in-place change 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,14 @@ class ManagedParameter:
         """Whether the sharded parameter asks for a gradient; may change between steps."""
         return self.sharded.requires_grad
 
+    def rename(self, name: str) -> None:
+        """Take the name that the parameter has in its root module."""
+        if name != self.name and self.info.location.name == self.name:
+            location = replace(self.info.location, name=name)
+            self.info = replace(self.info, name=name, location=location)
+            attach(self.sharded, self.info)
+            self.name = self.main_grad.name = name
+
     def install(self, parameter: nn.Parameter) -> None:
         """Register `parameter` (the compute or the sharded one) at every site."""
         for module, attribute in self.sites:
@@ -110,6 +118,7 @@ class ParamGroup:
         self.name = sources[0].name
         inner, outer = comms.gather, comms.outer_gather
         self.shard = inner.rank * outer.size + outer.rank if self.placements.outer_sharded else inner.rank
+        self.gradient_divisor = spec.gradient_divisor
         self.pass_id = 0
         self.gathered = False
         self.holders: set[int] = set()  # ids of the units that need the compute parameters now
@@ -400,7 +409,7 @@ class ParamGroup:
 
     def deliver_inner(self, total: Tensor) -> None:
         """Take the sum over the inner axis of a fresh gradient and scale it (once, before it meets older ones)."""
-        scale = 1.0 / self.spec.gradient_divisor
+        scale = 1.0 / self.gradient_divisor
         if not self.placements.gradients_sharded:
             assert self.full_grad is not None
             region = self.main_slot(self.full_grad)

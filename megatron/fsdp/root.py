@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.fsdp.collectives import Communicator
 from megatron.fsdp.grouping import GroupBuilder
 from megatron.fsdp.optimizer import managed_of, watch_optimizers
 from megatron.fsdp.param_group import ManagedParameter, ParameterSource, ParamGroup
@@ -108,7 +109,7 @@ def check_ties(root: nn.Module, units: Sequence[Unit]) -> None:
         ValueError: names both sites.
     """
     known = {
-        (id(module), attribute)
+        (id(module), attribute): managed
         for unit in units
         for managed in unit.parameters
         for module, attribute in managed.sites
@@ -116,7 +117,7 @@ def check_ties(root: nn.Module, units: Sequence[Unit]) -> None:
     for name, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
             managed = managed_of(parameter)
-            if managed is not None and (id(module), attribute) not in known:
+            if managed is not None and known.get((id(module), attribute)) is not managed:
                 raise ValueError(
                     f"{name}.{attribute} was tied to {managed.name} after FSDP wrapped the model; tie weights before "
                     f"wrapping"
@@ -129,7 +130,7 @@ def check_same_on_all_ranks(units: Sequence[Unit]) -> None:
     Raises:
         RuntimeError: on every rank of a group whose ranks differ.
     """
-    by_comm: dict[object, list[ParamGroup]] = {}
+    by_comm: dict[Communicator, list[ParamGroup]] = {}
     for unit in units:
         for group in unit.groups:
             for comm in (group.comms.gather, group.comms.outer_gather):
@@ -143,12 +144,12 @@ def check_same_on_all_ranks(units: Sequence[Unit]) -> None:
         )
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         pair = torch.tensor([digest, -digest], dtype=torch.int64, device=groups[0].spec.device)
-        dist.all_reduce(pair, dist.ReduceOp.MAX, group=comm.group)  # type: ignore[attr-defined]
+        dist.all_reduce(pair, dist.ReduceOp.MAX, group=comm.group)
         if int(pair[0]) != -int(pair[1]):
             raise RuntimeError(
-                f"FSDP: the ranks of one data-parallel group wrapped different modules or in another order; this rank's "
-                f"parameters begin with {groups[0].parameters[0].name} and are {sum(len(g.parameters) for g in groups)} in "
-                f"all. Build and wrap the model in the same way on every rank"
+                f"FSDP: the ranks of one data-parallel group wrapped different modules or in another order (here "
+                f"{sum(len(g.parameters) for g in groups)} parameters, the first {groups[0].parameters[0].name}). "
+                f"Build and wrap the model in the same way on every rank"
             )
 
 

@@ -235,7 +235,7 @@ class Engine:
     def delayed_gradient_ready(self, unit: Unit, parameters: Sequence[ManagedParameter]) -> None:
         """`backward_dw()` of a layer has run."""
         for managed in parameters:
-            managed.main_grad.finish_delayed()
+            managed.main_grad.collect()  # layers assign a delayed bias gradient, and no hook fires
         if not unit.pending_writes():
             self._drain()
             if not self._in_pass and not self._queue:
@@ -299,17 +299,18 @@ class Engine:
     # --- reductions ------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
-        last = self.last_microbatch
-        groups, by_comm = [group for group in unit.groups if group.requires_grad], {}
+        last = self.last_microbatch and unit.requires_sync and unit.requires_all_reduce
+        now = (self.reduce_now or self.last_microbatch) and unit.requires_sync
+        groups = [group for group in unit.groups if group.requires_grad]
+        by_comm: dict[tuple[Communicator, bool], list[ParamGroup]] = {}
         with record_function(f"fsdp.reduce {unit.name}"), torch.no_grad():
             for group in groups:
                 temporary = group.placements.gradients_sharded
-                if not (self.reduce_now or last if temporary else last):
-                    group.close_window()
-                    if temporary:
-                        group.defer()
-                    continue
                 group.close_window()
+                if temporary and not now:
+                    group.defer()
+                if not (now if temporary else last):
+                    continue
                 sharded = group.placements.optimizer_sharded
                 by_comm.setdefault((group.comms.reduce, sharded), []).append(group)
             if not by_comm:

@@ -132,7 +132,7 @@ def attach(tensor: Any, info: ShardInfo) -> Any:
     local.__create_write_items__ = lambda fqn, _object: _write_items(fqn, info, local)
     local.__get_tensor_shard__ = lambda index: _tensor_shard(index, info, local)
     tensor.full_tensor = _full_tensor_of(tensor, info)
-    tensor.redistribute = _refusal(info)
+    tensor.redistribute = _redistribute_of(tensor, info)
     tensor.shard_info = info
     return tensor
 
@@ -164,11 +164,14 @@ def _full_tensor_of(tensor: Any, info: ShardInfo) -> Callable[..., Tensor]:
     return full_tensor
 
 
-def _refusal(info: ShardInfo) -> Callable[..., Any]:
-    def redistribute(*_args: object, **_kwargs: object) -> Any:
+def _redistribute_of(tensor: Any, info: ShardInfo) -> Callable[..., Any]:
+    def redistribute(device_mesh: Any = None, placements: Any = None, **_options: object) -> Any:
+        if placements is not None and all(placement.is_replicate() for placement in placements):
+            full = _full_tensor_of(tensor, info)()
+            return DTensor.from_local(full, tensor.device_mesh, list(placements), run_check=False)
         raise NotImplementedError(
-            f"redistribute() of {info.name}: its shards are cut at rows of a flat buffer and not in even chunks; use "
-            f"full_tensor() and distribute that"
+            f"redistribute() of {info.name}: its shards are cut at rows of a flat buffer and not in even chunks; "
+            f"use full_tensor() and distribute that"
         )
 
     return redistribute

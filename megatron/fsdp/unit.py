@@ -52,6 +52,9 @@ class Unit:
         self.engine: Engine | None = None
         self.phase = Phase.IDLE
         self.reshard_after_forward = True
+        self.reshard_setting: bool | int | None = True  # as the user gave it; None: all but the root
+        self.requires_sync = True  # reduce gradients in backward
+        self.requires_all_reduce = True  # and over the outer axis
         self.reshard_after_backward = True
         self.backward_needs_parameters = any(_backward_needs_parameters(module) for module in modules)
         self.forward_prefetch: list[Unit] | None = None
