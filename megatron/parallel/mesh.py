@@ -1,12 +1,16 @@
 """ParallelMesh: the sizes of all parallel axes, this rank's place on each, and the process groups. The only
 creator of process groups.
 
-Note "Making groups": a group is made when it is first asked for, and by its members alone
-(`use_local_synchronization`), so that a rank makes as many groups as it uses, whatever the world size, and
-ranks of different pipeline stages or experts need not agree on what they use. Members of one group must ask
-for it at the same point of the program, as with any collective. Where the default group is bound to a device,
-NCCL makes groups by
-splitting, which is collective over the world: there every group of the axis is made by everybody.
+Note "Making groups": all groups are made together, when the first one is asked for, in the order of AXES. A rank makes
+only its own (`use_local_synchronization`), so the work is linear in the number of axes whatever the world size; the
+communicators behind them are NCCL's to make on first use. Together, because torch derives the name under which the
+members of a group meet from the number of groups each of them has made: ranks that asked for different axes (other
+pipeline stages, say) would never meet. For the same reason `subgroup` makes one group on every rank. Where the
+default group is bound to a device, NCCL makes groups by splitting, which is collective over the world: there every
+group is made by everybody.
+
+Note "Shared groups": axes of one FAMILY with the same members share a group. Activations (tp, cp, pp, ep, etp) never
+share one with parameters and gradients, whose traffic they would wait for.
 """
 
 from __future__ import annotations
@@ -21,6 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.parallel.layout import AXES, ParallelSizes, all_groups, axis_rank, group_ranks
 
 __all__ = ["AXES", "ParallelMesh", "ParallelSizes"]
+
+# Axes that share a group where they have the same members (note "Shared groups").
+FAMILY = {axis: axis for axis in ("tp", "cp", "pp", "ep", "etp")}
+FAMILY |= {axis: "parameters" for axis in AXES if axis == "fsdp" or axis.startswith(("dp", "edp"))}
+FAMILY |= {axis: "reports" for axis in AXES if axis not in FAMILY}
+
+_Key = tuple[str, tuple[int, ...]]
 
 
 class ParallelMesh:
@@ -47,7 +58,7 @@ class ParallelMesh:
                     f"data={sizes.data} = {sizes.world}, but {world} processes run"
                 )
         self.global_rank = rank
-        self._groups: dict[tuple[int, ...] | str, ProcessGroup] = {}
+        self._groups: dict[_Key, ProcessGroup] = {}
 
     @classmethod
     def single(cls, device_type: str = "cpu") -> ParallelMesh:
@@ -73,17 +84,27 @@ class ParallelMesh:
         return None if self.size(axis) == 1 else self._group(axis)
 
     def subgroup(self, axis: str, positions: Sequence[int]) -> ProcessGroup | None:
-        """Group of the ranks at `positions` of `axis` (such as first and last stage); None for non-members
-        and one member.
+        """Group of the ranks at `positions` of `axis` (first and last stage, say); None for others and where alone.
 
-        Members must ask at the same point of the program.
+        Every rank must ask, at the same point of the program (note "Making groups").
         """
-        if self.rank(axis) not in positions or len(set(positions)) == 1:
-            return None
-        members = tuple(sorted(self.ranks(axis)[position] for position in set(positions)))
-        if members not in self._groups:
-            self._groups[members] = self._new_group(list(members))
-        return self._groups[members]
+        chosen = frozenset(positions)
+        mine = self.rank(axis) in chosen
+        if len(chosen) == 1 or len(chosen) == self.size(axis):
+            return self.group(axis) if len(chosen) > 1 else None
+        self._make_all()
+        key = (axis, tuple(sorted(chosen)))
+        if key not in self._groups:
+            self._groups[key] = self._make(
+                [
+                    [rank for position, rank in enumerate(ranks) if (position in chosen) == inside]
+                    for ranks in all_groups(self.sizes, axis)
+                    for inside in (True, False)
+                ]
+                if _splits_communicators()
+                else [[r for position, r in enumerate(self.ranks(axis)) if (position in chosen) == mine]]
+            )
+        return self._groups[key] if mine else None
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """DeviceMesh over one or two axes, slowest first, dims named by axis: ("fsdp",), ("dp_outer",
@@ -98,26 +119,43 @@ class ParallelMesh:
         return DeviceMesh.from_group(groups, self.device_type, mesh=torch.tensor(rows), mesh_dim_names=axes)
 
     def _group(self, axis: str) -> ProcessGroup:
-        if axis not in self._groups:
-            if not dist.is_initialized():
-                raise RuntimeError(
-                    f"axis {axis} of size {self.size(axis)} needs torch.distributed.init_process_group"
-                )
-            self._groups[axis] = self._make_axis(axis)
-        return self._groups[axis]
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"axis {axis} of size {self.size(axis)} needs torch.distributed.init_process_group"
+            )
+        self._make_all()
+        return self._groups[self._key(axis)]
+
+    def _key(self, axis: str) -> _Key:
+        """Which axes share a group: their family and the members of rank 0's group, the same question on every rank."""
+        pattern = tuple(group_ranks(self.sizes, 0, axis))
+        return ("alone" if len(pattern) == 1 else FAMILY[axis], pattern)
+
+    def _make_all(self) -> None:
+        if self._groups:
+            return
+        for axis in AXES:
+            key = self._key(axis)
+            if key not in self._groups:
+                whole = key == ("reports", tuple(range(self.sizes.world)))
+                self._groups[key] = _world_group() if whole else self._make_axis(axis)
 
     def _make_axis(self, axis: str) -> ProcessGroup:
-        if _splits_communicators():
-            for ranks in all_groups(self.sizes, axis):
-                group = dist.new_group(ranks)
-                if self.global_rank in ranks:
-                    mine = group
-            return mine
-        return self._new_group(self.ranks(axis))
+        every = _splits_communicators()
+        return self._make(all_groups(self.sizes, axis) if every else [self.ranks(axis)])
 
-    def _new_group(self, ranks: list[int]) -> ProcessGroup:
-        return dist.new_group(ranks, use_local_synchronization=not _splits_communicators())
+    def _make(self, groups: list[list[int]]) -> ProcessGroup:
+        """Make groups of these global ranks; return the one that this rank is in."""
+        local = not _splits_communicators()
+        made = [(ranks, dist.new_group(ranks, use_local_synchronization=local)) for ranks in groups if ranks]
+        return next(group for ranks, group in made if self.global_rank in ranks)
 
 
 def _splits_communicators() -> bool:
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+
+def _world_group() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
