@@ -44,11 +44,12 @@ class AttentionTask:
 
 
 class _Hop:
-    """A message to the next rank and one from the previous, in flight. Keeps the sent tensor alive."""
+    """A message to the next rank and one from the previous, in flight until `wait`."""
 
     def __init__(self, tensor: Tensor, task: AttentionTask, tag: int) -> None:
         size, rank = task.plan.size, task.plan.rank
-        self._sent, self._received = tensor, torch.empty_like(tensor)
+        self._sent: Tensor | None = tensor
+        self._received = torch.empty_like(tensor)
         operations = [
             dist.P2POp(dist.isend, tensor, group=task.group, tag=tag, group_peer=(rank + 1) % size),
             dist.P2POp(dist.irecv, self._received, group=task.group, tag=tag, group_peer=(rank - 1) % size),
@@ -59,6 +60,7 @@ class _Hop:
         """Return what the previous rank sent."""
         for work in self._works:
             work.wait()
+        self._sent = None
         return self._received
 
 
