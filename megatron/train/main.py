@@ -38,8 +38,10 @@ def main(argv: Sequence[str] | None = None, defaults: dict[str, object] | None =
 
 def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch: Launch) -> None:
     from megatron.train.arguments import parse_args, validate
+    from megatron.train.arguments.saved import complete_from_checkpoint
 
-    config = validate(parse_args(argv, defaults), launch.world_size)
+    arguments, from_checkpoint = complete_from_checkpoint(parse_args(argv, defaults))
+    config = validate(arguments, launch.world_size)
     if config.validate_only:
         if launch.rank == 0:
             print(config.to_json())
@@ -60,7 +62,7 @@ def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch:
 
     run = build_run(config, launch, device)
     reporter = build_reporter(run, sys.stdout)
-    for line in [*config.warnings, *config.notes, *describe(run)]:
+    for line in [*from_checkpoint, *config.warnings, *config.notes, *describe(run)]:
         reporter.message(line)
     train(run, reporter)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from megatron.train.arguments.tables import GROUPS, flags
 DEFAULT_PATH = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
 
 _MEANING = {
-    "works": "is read by the file named, and the test named fails without it",
+    "works": "is read in the file named; a test that uses it is named where there is one",
     "no-op": "is accepted and has no effect here, for the reason given; the log says so once",
     "not yet": "is planned: its default is accepted, another value is refused by name",
     "refused": "is left to others: its default is accepted, another value is refused by name",

@@ -305,6 +305,24 @@ def _sources(v: Namespace) -> None:
         raise ValueError("--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data")
 
 
+_TOKENIZER_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "NullTokenizer": ("vocab_size",),
+    "ByteLevelTokenizer": (),
+}
+
+
+def _tokenizer(v: Namespace) -> None:
+    if v.tokenizer_type is None:
+        raise ValueError(
+            "--tokenizer-type is missing: give one, such as SentencePieceTokenizer with --tokenizer-model, or "
+            "NullTokenizer with --vocab-size"
+        )
+    for dest in _TOKENIZER_FILES.get(v.tokenizer_type, ("tokenizer_model",)):
+        if getattr(v, dest) is None:
+            raise ValueError(f"--tokenizer-type {v.tokenizer_type} needs --{dest.replace('_', '-')}: give it")
+
+
 def _profile(v: Namespace) -> None:
     if v.profile and v.profile_step_end <= v.profile_step_start:
         raise ValueError(
@@ -323,5 +341,6 @@ _CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _schedule,
     _recompute,
     _sources,
+    _tokenizer,
     _profile,
 )

@@ -104,8 +104,12 @@ def _device(v: Namespace, context: Context) -> None:
             "--transformer-impl transformer_engine: there is no CUDA device here, local is used"
         )
         v.transformer_impl = "local"
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if v.transformer_impl == "transformer_engine" and not installed:
+        raise ValueError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install it, or use local"
+        )
     if v.transformer_impl == "auto":
-        installed = importlib.util.find_spec("transformer_engine") is not None
         v.transformer_impl = "transformer_engine" if cuda and installed else "local"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 
+from megatron.models.config import ModelConfig
 from megatron.train.arguments.limits import check_limits
 from megatron.train.arguments.refuse import notes, refusals
 from megatron.train.arguments.resolve import Context, default_device, resolve
@@ -27,7 +28,10 @@ def validate(arguments: Namespace, world_size: int, device: str | None = None) -
     if refused:
         raise ValueError("; ".join(refused))
     without_effect = notes(arguments)
-    return _checked(arguments, Context(world_size, device or default_device()), without_effect)
+    config = _checked(arguments, Context(world_size, device or default_device()), without_effect)
+    # The model's own rules, before any process group exists; its vocabulary may not be known yet.
+    ModelConfig.from_arguments(config if config.vocab_size else config.replace(vocab_size=1))
+    return config
 
 
 def check_and_resolve(arguments: Namespace, world_size: int, device: str = "cpu") -> TrainConfig:

@@ -17,7 +17,7 @@ from megatron.train.arguments.validate import check_and_resolve
 from megatron.train.config import TrainConfig
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2"
-RUN = f"{MODEL} --train-iters 10 --lr 1e-3 --mock-data"
+RUN = f"{MODEL} --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type ByteLevelTokenizer"
 
 
 def config(words: str = "", world_size: int = 1, base: str = RUN, device: str = "cpu") -> TrainConfig:
@@ -253,12 +253,21 @@ def test_backend_and_implementation_follow_the_machine() -> None:
     made = config("--distributed-backend nccl --transformer-impl transformer_engine")
     assert (made.distributed_backend, made.transformer_impl) == ("gloo", "local")
     assert len(made.warnings) == 2
-    made = config(device="cuda")
+    made = config("--transformer-impl local", device="cuda")
     assert made.distributed_backend == "nccl"
     assert (
         config("--distributed-backend gloo --transformer-impl local", device="cuda").transformer_impl
         == "local"
     )
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_transformer_engine_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    assert config(device="cuda").transformer_impl == ("transformer_engine" if installed else "local")
+    if not installed:
+        with pytest.raises(ValueError, match="Transformer Engine is not installed"):
+            config("--transformer-impl transformer_engine", device="cuda")
 
 
 def test_sequence_parallel_alone_is_off_with_a_warning() -> None:
@@ -307,7 +316,7 @@ def test_vocabulary_padding() -> None:
 def test_rampup_follows_the_samples() -> None:
     made = config(
         "--rampup-batch-size 4 4 60 --global-batch-size 16 --train-samples 200",
-        base=f"{MODEL} --lr 1 --mock-data",
+        base=f"{MODEL} --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer",
     )
     schedule = batch_schedule(made)
     assert [schedule.at(samples) for samples in (0, 19, 20, 39, 40, 59, 60, 10**9)] == [
@@ -328,7 +337,7 @@ def test_rampup_follows_the_samples() -> None:
 
 def test_rampup_rounds_down_where_asked() -> None:
     words = "--rampup-batch-size 3 3 60 --global-batch-size 12 --train-samples 200"
-    base = f"{MODEL} --lr 1 --mock-data"
+    base = f"{MODEL} --lr 1 --mock-data --tokenizer-type ByteLevelTokenizer"
     assert "--rampup-batch-size" in refused(words, base=base)
     schedule = batch_schedule(later(f"{words} --decrease-batch-size-if-needed", base=base))
     assert [schedule.at(samples) for samples in (0, 20, 40, 60)] == [2, 6, 8, 12]

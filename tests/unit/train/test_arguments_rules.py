@@ -120,8 +120,32 @@ def test_missing_for_training() -> None:
     assert "--train-iters is missing" in refused("", base=f"{MODEL} --lr 1 --mock-data")
     assert "--lr is missing" in refused("", base=f"{MODEL} --train-iters 1 --mock-data")
     assert "--data-path is missing" in refused("", base=f"{MODEL} --train-iters 1 --lr 1")
-    assert later("--skip-train", base=f"{MODEL} --mock-data").skip_train
+    assert "--tokenizer-type is missing" in refused("", base=f"{MODEL} --train-iters 1 --lr 1 --mock-data")
+    assert later("--skip-train", base=f"{MODEL} --mock-data --tokenizer-type ByteLevelTokenizer").skip_train
     assert "WORLD_SIZE" in refused("", world_size=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("SentencePieceTokenizer", "--tokenizer-model"),
+        ("HuggingFaceTokenizer", "--tokenizer-model"),
+        ("GPT2BPETokenizer --merge-file m", "--vocab-file"),
+        ("GPT2BPETokenizer --vocab-file v", "--merge-file"),
+        ("NullTokenizer", "--vocab-size"),
+    ],
+)
+def test_tokenizers_need_their_files(words: str, missing: str) -> None:
+    assert f"needs {missing}" in refused(f"--tokenizer-type {words}")
+
+
+def test_the_models_own_rules_come_first() -> None:
+    assert "--recompute-modules" in refused(
+        "--recompute-granularity selective --recompute-modules everything", resolve=config
+    )
+    assert "--rotary-percent" in refused(
+        "--position-embedding-type rope --rotary-percent 0.4", resolve=config
+    )
 
 
 def test_what_is_not_built_is_refused_by_name() -> None:

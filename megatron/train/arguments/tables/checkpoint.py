@@ -51,7 +51,14 @@ FLAGS: tuple[Flag, ...] = (
         "An error instead of a fresh start when --load holds no checkpoint.",
         "train/resume.py",
     ),
-    works("--ckpt-step", int, None, "The step to load, instead of the last.", "train/resume.py"),
+    works(
+        "--ckpt-step",
+        int,
+        None,
+        "The step to load, instead of the last.",
+        "train/resume.py",
+        test="train/test_arguments_saved.py",
+    ),
     no_op(
         "--ckpt-format",
         str,
@@ -183,8 +190,13 @@ FLAGS: tuple[Flag, ...] = (
         aliases=("--disable-strict-fsdp-dtensor-load",),
         dest="strict_fsdp_dtensor_load",
     ),
-    not_yet(
-        "--use-checkpoint-args", Switch.ON, False, "arguments of a checkpoint are compared, not taken over"
+    works(
+        "--use-checkpoint-args",
+        Switch.ON,
+        False,
+        "What the user does not say of the model comes from --load's checkpoint; every difference is told.",
+        "train/arguments/saved.py",
+        test="train/test_arguments_saved.py",
     ),
     refused(
         "--use-mp-args-from-checkpoint-args",

@@ -32,7 +32,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Prefixes for training alone.",
         "train/data/config.py",
-        test="train/data/test_files.py",
+        test="train/data/test_config.py",
         nargs="*",
     ),
     works(
@@ -45,13 +45,21 @@ FLAGS: tuple[Flag, ...] = (
         nargs="*",
     ),
     works("--test-data-path", str, None, "Prefixes for testing alone.", "train/data/config.py", nargs="*"),
-    works("--data-args-path", str, None, "A file with the words of --data-path.", "train/data/config.py"),
+    works(
+        "--data-args-path",
+        str,
+        None,
+        "A file with the words of --data-path.",
+        "train/data/config.py",
+        test="train/data/test_config.py",
+    ),
     works(
         "--per-split-data-args-path",
         str,
         None,
         "A JSON file with lists for train, valid and test.",
         "train/data/config.py",
+        test="train/data/test_config.py",
     ),
     works(
         "--data-cache-path",
@@ -67,7 +75,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Random tokens instead of files.",
         "train/data/config.py",
-        test="train/test_arguments.py",
+        test="train/data/test_config.py",
     ),
     works(
         "--num-workers",
@@ -75,7 +83,7 @@ FLAGS: tuple[Flag, ...] = (
         2,
         "Loader processes of each rank.",
         "train/data/build.py",
-        test="train/test_arguments_scripts.py",
+        test="train/data/test_config.py",
     ),
     works(
         "--dataloader-type",
@@ -83,7 +91,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "single (in order) or cyclic (shuffled each epoch).",
         "train/data/build.py",
-        test="train/data/test_build.py",
+        test="train/data/test_config.py",
         choices=(
             "single",
             "cyclic",
@@ -158,6 +166,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The prefixes of --valid-data-path are evaluated one by one.",
         "train/data/config.py",
+        test="train/data/test_config.py",
     ),
     not_yet("--validation-set-names", str, None, "one validation set", nargs="+"),
     not_yet("--object-storage-cache-path", str, None, "data lies in files"),

@@ -13,7 +13,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Which tokenizer.",
         "train/tokenizers/factory.py",
-        test="train/test_arguments_rules.py",
+        test="train/tokenizers/test_tokenizers.py",
         choices=(
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
@@ -43,7 +43,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Its model file or name.",
         "train/tokenizers/factory.py",
-        test="train/test_arguments_scripts.py",
+        test="train/tokenizers/test_tokenizers.py",
     ),
     works(
         "--vocab-file",
@@ -51,7 +51,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "vocab.json of GPT2BPETokenizer.",
         "train/tokenizers/factory.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_arguments_rules.py",
     ),
     works(
         "--merge-file",
@@ -59,7 +59,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "merges.txt of GPT2BPETokenizer.",
         "train/tokenizers/factory.py",
-        test="train/test_arguments_scripts.py",
+        test="train/tokenizers/test_tokenizers.py",
     ),
     works(
         "--vocab-size",
@@ -67,7 +67,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Size of the vocabulary before padding (NullTokenizer).",
         "models/config.py",
-        test="models/test_config.py",
+        test="train/tokenizers/test_tokenizers.py",
     ),
     not_yet("--vocab-extra-ids", int, 0, "extra ids (T5) are not there"),
     works(
@@ -76,6 +76,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Splitting pattern of TikTokenizer: v1 or v2.",
         "train/tokenizers/factory.py",
+        test="train/tokenizers/test_tokenizers.py",
         choices=(
             "v1",
             "v2",

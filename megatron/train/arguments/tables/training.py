@@ -24,7 +24,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Sequences in one optimizer step; micro batch x data-parallel size when not given.",
         "train/arguments/resolve.py",
-        test="train/test_arguments.py",
+        test="train/data/test_config.py",
     ),
     works(
         "--rampup-batch-size",
@@ -62,7 +62,7 @@ FLAGS: tuple[Flag, ...] = (
         test="train/test_arguments.py",
     ),
     works(
-        "--seq-length", int, None, "Tokens in a sequence.", "train/build.py", test="models/test_presets.py"
+        "--seq-length", int, None, "Tokens in a sequence.", "train/build.py", test="train/data/test_config.py"
     ),
     works(
         "--encoder-seq-length", int, None, "The older spelling of --seq-length.", "train/arguments/resolve.py"
