@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class SelfAttention(nn.Module):
-    """Norm, linear_qkv, q/k norm, rotary positions, core_attention, linear_proj: [s, b, hidden] -> [s, b,
-    hidden].
+    """Norm, linear_qkv, q/k norm, rotary positions, core_attention, linear_proj.
 
     Rows of linear_qkv go by query group: the group's query heads, its key, its value (Megatron's layout), so
     that a tensor-parallel cut is a cut between groups.
@@ -108,8 +107,7 @@ class SelfAttention(nn.Module):
 def document_mask(document_ids: Tensor) -> Tensor:
     """Causal attention that stays inside a document.
 
-    document_ids: [b, s] integers, equal within a document (any values). Returns bool [b, 1, s, s], True =
-    masked out.
+    document_ids: [b, s] integers, equal within a document. Returns bool [b, 1, s, s], True = masked out.
     """
     s = document_ids.shape[1]
     other = document_ids[:, :, None] != document_ids[:, None, :]

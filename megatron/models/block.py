@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.models.config import ModelConfig, RecomputeConfig
+from megatron.models.config import ModelConfig
 from megatron.parallel.annotate import ParameterAnnotation, annotate
 
 if TYPE_CHECKING:
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a builder of a layer's parts gets: the model, who makes layers, the mesh, and which layer it is
-    (from 1).
+    """What a builder of a layer's parts gets: the model, who makes layers, the mesh, the layer's number.
+
+    Attributes:
+        layer_number: from 1, in the whole model.
     """
 
     config: ModelConfig
@@ -41,9 +43,7 @@ class LayerContext:
         return build_norm(self.config, self.backend, self.config.hidden_size)
 
     def head_norm(self) -> nn.Module:
-        """A norm over the channels of each attention head (q/k norm): each tensor-parallel rank sees its own
-        heads.
-        """
+        """A norm over the channels of a head (q/k norm): a tensor-parallel rank sees its heads only."""
         module = build_norm(self.config, self.backend, self.config.kv_channels)
         if self.backend.options.tp_size > 1:
             for parameter in module.parameters():
@@ -64,10 +64,12 @@ Builder = Callable[[LayerContext], nn.Module]
 class BlockSpec:
     """What a layer is made of.
 
-    attention: builds a module called as (hidden, AttentionInputs) -> hidden. mlp: builds one called as hidden
-    -> hidden; its attribute `recompute_name` is the word of ``--recompute-modules`` that covers it.
-    input_layernorm, pre_mlp_layernorm: norms before them, for parts that do not begin with a fused norm of
-    their own.
+    Attributes:
+        attention: builds a module that is called as (hidden, AttentionInputs) -> hidden.
+        mlp: builds a module that is called as hidden -> hidden; its attribute `recompute_name`, if any, is
+            the word of ``--recompute-modules`` that covers it.
+        input_layernorm: a norm before attention, where attention does not begin with a fused one.
+        pre_mlp_layernorm: the same before the mlp.
     """
 
     attention: Builder
@@ -80,11 +82,11 @@ class BlockSpec:
 class AttentionInputs:
     """What attention needs beside the hidden states, the same for all layers of a forward.
 
-    rotary: cosines and sines [s, b, 1, rotary_dim] of the whole local sequence, None without rotary
-    positions.
-    mask: bool, True = masked out, broadcast to [b, 1, s_q, s_kv]; None: causal.
-    documents: causal attention inside these documents of the whole sequence, instead of a mask (under
-    context parallelism no rank has a whole mask).
+    Attributes:
+        rotary: cosines and sines [s, b, 1, rotary_dim] of the tokens of this context-parallel rank; None
+            without rotary positions.
+        mask: bool, True = masked out, broadcast to [b, 1, s_q, s_kv]; None: causal.
+        documents: causal attention inside these documents of the whole sequence, in place of a mask.
     """
 
     rotary: tuple[Tensor, Tensor] | None = None
@@ -119,8 +121,7 @@ class HiddenDropout(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: hidden + attention(hidden), then + mlp of that; [s, b, hidden] -> [s, b,
-    hidden].
+    """One transformer layer: x = x + attention(x), then x = x + mlp(x), on hidden states [s, b, hidden].
 
     The residual stream keeps the dtype of its input (fp32 with ``--fp32-residual-connection``); the parts
     compute in the dtype of their weights.
@@ -130,6 +131,7 @@ class Block(nn.Module):
         super().__init__()
         config, backend = context.config, context.backend
         self.layer_number = context.layer_number
+        self._fp32_residual = config.fp32_residual_connection
         self.input_layernorm = spec.input_layernorm(context) if spec.input_layernorm else None
         self.self_attention = spec.attention(context)
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context) if spec.pre_mlp_layernorm else None
@@ -142,21 +144,21 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
-        dtype = self._compute_dtype()
-        x = hidden.to(dtype)
+        x = self._compute_input(hidden)
         if self.input_layernorm is not None:
             x = self.input_layernorm(x)
         hidden = hidden + self.hidden_dropout(self.self_attention(x, inputs))
-        x = hidden.to(dtype)
+        x = self._compute_input(hidden)
         if self.pre_mlp_layernorm is not None:
             x = self.pre_mlp_layernorm(x)
         y = self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)
         return hidden + self.hidden_dropout(y)
 
-    def _compute_dtype(self) -> torch.dtype:
-        # Asked at run time: a data-parallel wrapper may compute in another dtype than the layers were built
-        # in.
-        return next(self.self_attention.parameters()).dtype
+    def _compute_input(self, hidden: Tensor) -> Tensor:
+        if not self._fp32_residual:
+            return hidden
+        # Asked at run time: a data-parallel wrapper may compute in another dtype than layers were built in.
+        return hidden.to(next(self.self_attention.parameters()).dtype)
 
 
 class Decoder(nn.Module):
@@ -164,18 +166,17 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        spec_of: Callable[[int], BlockSpec],
-        contexts: Sequence[LayerContext],
+        config: ModelConfig,
+        backend: Backend,
+        blocks: Sequence[Block],
         final_norm: nn.Module | None,
     ) -> None:
         super().__init__()
         # keyed by global index, so that no name depends on the pipeline layout
-        self.layers = nn.ModuleDict(
-            {str(item.layer_number - 1): Block(spec_of(item.layer_number - 1), item) for item in contexts}
-        )
+        self.layers = nn.ModuleDict({str(block.layer_number - 1): block for block in blocks})
         self.final_layernorm = final_norm
-        self._recompute = contexts[0].config.recompute if contexts else RecomputeConfig()
-        self._checkpoint = contexts[0].backend.checkpoint if contexts else _run_now
+        self._fp32_residual = config.fp32_residual_connection
+        self._recompute, self._checkpoint = config.recompute, backend.checkpoint
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: [s, b, hidden] -> the same shape, through the final norm where there is one."""
@@ -186,7 +187,9 @@ class Decoder(nn.Module):
                 hidden = _run_blocks(blocks, hidden, inputs)
         if self.final_layernorm is None:
             return hidden
-        return self.final_layernorm(hidden.to(next(self.final_layernorm.parameters()).dtype))
+        if self._fp32_residual:
+            hidden = hidden.to(next(self.final_layernorm.parameters()).dtype)
+        return self.final_layernorm(hidden)
 
     def _segments(self) -> Iterator[tuple[list[nn.Module], bool]]:
         """Runs of layers, and whether each run is recomputed as one."""
@@ -201,10 +204,6 @@ class Decoder(nn.Module):
             for block in blocks[:count]:
                 yield [block], True
             yield blocks[count:], False
-
-
-def _run_now(function: Callable[..., Tensor], *args: object) -> Tensor:
-    return function(*args)
 
 
 def _run_blocks(blocks: list[nn.Module], hidden: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -23,13 +23,13 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
 class RecomputeConfig:
     """Which activations are thrown away in forward and computed again in backward.
 
-    granularity: None keeps everything; "full" checkpoints whole layers; "selective" checkpoints `modules`.
-    method, num_layers (full only): "uniform" checkpoints runs of `num_layers` layers; "block" checkpoints the
-    first
-        `num_layers` layers of a pipeline stage one by one and keeps the rest.
-    modules (selective only): "core_attn", "mlp"; "layernorm" means norms that stand alone (a norm fused with
-    the
-        linear that follows it belongs to that linear and is kept).
+    Attributes:
+        granularity: None keeps everything, "full" checkpoints whole layers, "selective" some `modules`.
+        method: of full: "uniform" checkpoints runs of `num_layers` layers; "block" checkpoints the first
+            `num_layers` layers of a pipeline stage one by one and keeps the rest.
+        num_layers: of full.
+        modules: of selective: "core_attn", "mlp", and "layernorm" for norms that stand alone (a norm that is
+            fused with the linear after it belongs to that linear and is kept).
     """
 
     granularity: str | None = None
@@ -66,11 +66,13 @@ class RecomputeConfig:
 class RotaryConfig:
     """Rotary positions (https://arxiv.org/abs/2104.09864).
 
-    percent: the part of each head that turns. interleaved: pairs are (0,1),(2,3).. rather than
-    (0,d/2),(1,d/2+1)..
-    seq_len_interpolation_factor: positions are divided by it (https://arxiv.org/abs/2306.15595).
-    scaling_factor: Llama 3.1's frequency scaling; None is off. original_max_position: the length it was
-    trained at.
+    Attributes:
+        base: the longest wavelength is about 2 pi times this many positions.
+        percent: the part of each head that turns.
+        interleaved: pairs of channels are (0, 1), (2, 3).. rather than (0, d/2), (1, d/2 + 1)..
+        seq_len_interpolation_factor: positions are divided by it (https://arxiv.org/abs/2306.15595).
+        scaling_factor: of Llama 3.1's frequency scaling; None: off.
+        original_max_position: the length before that scaling.
     """
 
     base: float = 10000.0
@@ -94,12 +96,19 @@ class RotaryConfig:
 class ModelConfig:
     """A decoder-only transformer. Invalid or contradictory values are a ValueError that names the flag.
 
-    ffn_hidden_size None: 4 x hidden, or for SwiGLU 8/3 x hidden rounded down to a multiple of 64, as in
-    Megatron.
-    num_query_groups None: as many as heads (no grouping). kv_channels None: hidden / heads.
-    embedding_init_method_std None: init_method_std. After construction none of these is None.
-    vocab_size is the true size; padded_vocab_size None: no padding. Padding rows are zero and never
-    predicted.
+    Fields that may be left None are never None after construction.
+
+    Attributes:
+        vocab_size: true size of the vocabulary.
+        padded_vocab_size: rows of the embedding; those after vocab_size are zero and never predicted.
+            None: no padding.
+        ffn_hidden_size: None: 4 x hidden, with SwiGLU 8/3 x hidden rounded down to a multiple of 64, as in
+            Megatron.
+        num_query_groups: key and value heads. None: as many as query heads.
+        kv_channels: channels of a head. None: hidden / heads.
+        glu_linear_offset: added to the linear half of a gated MLP.
+        embedding_init_method_std: None: init_method_std.
+        cp_comm_type: how attention communicates over the context axis: one for all layers, or one for each.
     """
 
     num_layers: int
@@ -223,9 +232,7 @@ class ModelConfig:
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of the projections that write to the residual stream: std / sqrt(2 * layers)
-        (GPT-2).
-        """
+        """Standard deviation of what writes to the residual stream: init_method_std / sqrt(2 layers) (GPT-2)."""
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property

@@ -17,9 +17,10 @@ from megatron.models.config import ModelConfig
 class ParameterCount:
     """Parameters of the whole model, tied weights once, vocabulary padding left out.
 
-    total: all. active: those that one token meets (fewer than total with experts). embedding: word and
-        position tables
-    and an untied head, which scaling laws leave out.
+    Attributes:
+        total: all of them.
+        active: those that one token meets (fewer than total with experts).
+        embedding: word and position tables and an untied head, which scaling laws leave out.
     """
 
     total: int
@@ -41,8 +42,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 def forward_flops(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> float:
     """Operations of a forward pass over one sequence of `sequence_length` tokens.
 
-    causal: count the half of the attention matrix that is needed, as Megatron does and as flash kernels run;
-        False
+    causal: count the half of the attention matrix that is needed, as Megatron does and flash kernels run; False
     counts all of it, as torch's FlopCounterMode and the PaLM paper do.
     """
     weights = sum(_attention_weights(config) + _mlp_weights(config) for _ in range(config.num_layers))

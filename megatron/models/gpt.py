@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.models.attention import SelfAttention, document_mask
 from megatron.models.block import (
     AttentionInputs,
+    Block,
     BlockSpec,
     Decoder,
     HiddenDropout,
@@ -77,9 +78,13 @@ class GPTModel(nn.Module):
     them. A tied head shares its Parameter with the embedding; a last stage without the first keeps a copy
     under the embedding's name.
 
-    pre_process, post_process: whether this stage has the embedding and the head. layers: global indices from
-    0 of its
-    layers (default: all).
+    Args:
+        config: what the model is.
+        backend: who builds its layers.
+        mesh: the parallel axes.
+        pre_process: this stage has the embedding.
+        post_process: this stage has the final norm and the head.
+        layers: global indices, from 0, of its layers; None: all.
     """
 
     def __init__(
@@ -102,9 +107,11 @@ class GPTModel(nn.Module):
             positions = pre_process and config.position_embedding_type == "learned_absolute"
             self.embedding = Embedding(config, backend, mesh, positions)
         indices = range(config.num_layers) if layers is None else layers
-        contexts = [LayerContext(config, backend, mesh, index + 1) for index in indices]
+        blocks = [
+            Block(self.block_spec(index), LayerContext(config, backend, mesh, index + 1)) for index in indices
+        ]
         final_norm = build_norm(config, backend, config.hidden_size) if post_process else None
-        self.decoder = Decoder(self.block_spec, contexts, final_norm)
+        self.decoder = Decoder(config, backend, blocks, final_norm)
         self.output_layer: nn.Module | None = None
         if post_process:
             self.output_layer = self._build_head(backend)
@@ -144,12 +151,15 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Run the stage.
 
-        tokens, labels: [b, s] of this context-parallel rank. position_ids: [b, s], needed under context
-        parallelism (its slices are not contiguous); default 0..s-1. attention_mask: bool, True = masked out,
-        [b or 1, 1, s, s], on top of nothing: it must hold causality itself. document_ids: [b, whole s], equal
-        within a document: causal attention inside documents only. Under context parallelism every rank gets
-        those of the whole sequence. hidden: [s, b, hidden] from the previous stage, instead of tokens, where
-        this stage has no embedding.
+        Args:
+            tokens: [b, s] of this context-parallel rank; None where this stage has no embedding.
+            position_ids: [b, s]; needed under context parallelism, whose slices are not contiguous, and by
+                rotary positions on every stage. None on a stage with the embedding: 0..s-1.
+            attention_mask: bool [b or 1, 1, s, s], True = masked out, instead of the causal mask: it must
+                hold causality itself. Under context parallelism its rows are this rank's, its columns all.
+            labels: [b, s] of this context-parallel rank.
+            hidden: [s, b, hidden] from the previous stage, where this stage has no embedding.
+            document_ids: [b, whole s], equal within a document: causal attention inside documents only.
 
         Returns the stage's hidden states [s, b, hidden]; on the last stage the fp32 loss of each token [b, s]
         if labels are given, else logits [b, s, padded vocabulary / tp] whose padding columns are -inf.
@@ -160,10 +170,6 @@ class GPTModel(nn.Module):
                 position_ids = self._default_positions(tokens)
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
-        if position_ids is None and self.config.position_embedding_type == "rope":
-            raise ValueError(
-                "position_ids are needed on every pipeline stage of a model with rotary positions"
-            )
         inputs = self._attention_inputs(position_ids, attention_mask, document_ids)
         hidden = self.decoder(hidden, inputs)
         if self.output_layer is None:

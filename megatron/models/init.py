@@ -183,9 +183,9 @@ def materialise(module: nn.Module, initializer: Initializer, device: torch.devic
         for key, own in list(child._parameters.items()):
             if own is not None:
                 child._parameters[key] = replaced[own]
-        if any(True for _ in child.buffers(recurse=False)):
+        if next(child.buffers(recurse=False), None) is not None:
             assert hasattr(child, "reset_buffers"), (
                 f"{type(child).__name__} has buffers but no reset_buffers(device)"
             )
-            child.reset_buffers(device)
+            child.reset_buffers(device)  # type: ignore[operator]
     return module

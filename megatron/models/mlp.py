@@ -38,8 +38,8 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation_function(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """The function between fc1 and fc2: [..., fc1 rows of this rank] -> [..., ffn channels of this rank].
 
-    Gated (https://arxiv.org/abs/2002.05202): the input is [gate; up] and the result act(gate) * (up +
-    offset), both clamped first where the config has a clamp value.
+    Gated (https://arxiv.org/abs/2002.05202): the input is [gate; up], the result act(gate) * (up + offset),
+    both clamped first where the config has a clamp value.
     """
     function = _FUNCTIONS[config.activation]
     if not config.gated_linear_unit:
@@ -97,7 +97,5 @@ class MLP(nn.Module):
 
 
 def set_weight_init(module: nn.Module, spec: InitSpec) -> None:
-    """Say how `module.weight` starts, where the backend's normal distribution is not what the config asks
-    for.
-    """
-    module.weight.init_spec = spec
+    """Say how `module.weight` starts: backends know normal distributions only, configs others too."""
+    module.weight.init_spec = spec  # type: ignore[union-attr]

@@ -1,5 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), its interpolation and Llama 3.1's frequency
-scaling.
+"""Rotary positions (https://arxiv.org/abs/2104.09864), their interpolation, Llama 3.1's frequency scaling.
 
 Nothing here is a buffer. A buffer made on meta comes back as garbage, one of a bf16 model is rounded, and
 pipeline chunks would own copies that can differ; the few frequencies are computed from the config in fp32, on
@@ -40,8 +39,7 @@ def _scale_llama3(frequencies: Tensor, factor: float, original_length: int) -> T
 def rotary_table(config: RotaryConfig, dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for `apply_rotary`: fp32 [s, b, 1, dim] each.
 
-    position_ids: [b, s] integers; whatever they say is what is used (context-parallel slices, reset
-    documents).
+    position_ids: [b, s] integers, any: context-parallel slices, positions that begin again at a document.
     """
     positions = position_ids.t().to(torch.float32)
     if config.seq_len_interpolation_factor is not None:
