@@ -191,6 +191,17 @@ def test_fault_delayed_and_unfused_keeps_the_last_microbatch_only() -> None:
     assert_close(".grad is assigned, not added to", layer.weight.grad, gradient)
 
 
+@pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight"])
+@in_te_process
+def test_fault_delayed_layer_norm_mlp_with_a_frozen_weight_fails(frozen: str) -> None:
+    options = {"device": device(), "params_dtype": torch.float32, "delay_wgrad_compute": True}
+    layer = load().LayerNormMLP(IN, 32, **options)
+    getattr(layer, frozen).requires_grad_(False)
+    layer(torch.randn(ROWS, IN, device=device(), requires_grad=True)).sum().backward()
+    with pytest.raises(RuntimeError, match="Pop empty queue"):
+        layer.backward_dw()
+
+
 @in_te_process
 def test_fault_split_parameters_and_fusion_fail_together() -> None:
     layer = linear(bias=False, parameters_split={"q": 8, "k": 8, "v": 8})
