@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.train.grad_norm import local_tensor
+
 FusedAdam = type[torch.optim.Optimizer]
 
 
@@ -125,6 +127,50 @@ def _torch_adam(**options: bool) -> Callable[..., torch.optim.Optimizer]:
     return build
 
 
+class FusedSGD(torch.optim.SGD):
+    """torch's fused SGD kernel on this rank's shards; DTensor has no rule for that operator (torch 2.13).
+
+    Momentum starts at zero, which gives the same numbers as torch's first step with dampening 0.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; see torch.optim.SGD."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            parameters, gradients, buffers = [], [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if group["momentum"] and "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+                if local_tensor(parameter).numel() == 0:
+                    continue  # a rank may hold no row of it
+                parameters.append(local_tensor(parameter))
+                gradients.append(local_tensor(parameter.grad))
+                if group["momentum"]:
+                    buffers.append(local_tensor(state["momentum_buffer"]))
+            if parameters:
+                torch._fused_sgd_(
+                    parameters,
+                    gradients,
+                    buffers,
+                    weight_decay=group["weight_decay"],
+                    momentum=group["momentum"],
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    is_first_step=False,
+                )
+        return loss
+
+
+def _fused_sgd(groups: list[dict[str, Any]], config: OptimizerConfig, _: object) -> torch.optim.Optimizer:
+    return FusedSGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
 def _torch_sgd(**options: bool) -> Callable[..., torch.optim.Optimizer]:
     def build(groups: list[dict[str, Any]], config: OptimizerConfig, _: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(
@@ -176,7 +222,7 @@ _ADAM = {
     "apex": _apex_adam,
 }
 _SGD = {
-    "fused": _torch_sgd(fused=True),
+    "fused": _fused_sgd,
     "foreach": _torch_sgd(foreach=True),
     "loop": _torch_sgd(foreach=False, fused=False),
 }
