@@ -46,5 +46,5 @@ def load_cut(module: nn.Module, reference: nn.Module, rank: int, size: int) -> N
 
 def relative_error(a: Tensor, b: Tensor) -> float:
     """||a - b|| / ||b||, the metric of docs ("One truth")."""
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
