@@ -222,7 +222,10 @@ def _parser() -> argparse.ArgumentParser:
     add: Callable[..., Any] = parser.add_argument
     add("--input", nargs="+", required=True, help=".jsonl or .txt files, gzipped or not, or glob patterns")
     add("--json-keys", nargs="+", default=["text"], help="keys to take the text from, one output each")
-    add("--document-separator", help="the line that ends a document in .txt files (default: one each)")
+    add(
+        "--document-separator",
+        help="the line that ends a document in .txt files (default: a file is one document)",
+    )
     add("--output-prefix", required=True, help="output is PREFIX_KEY_document.bin and .idx")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
     add("--workers", type=int, default=1, help="tokenizing processes")
