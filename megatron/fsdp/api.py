@@ -30,7 +30,6 @@ from megatron.fsdp.schedule import Engine
 from megatron.fsdp.strategy import OuterStrategy, ShardingStrategy
 from megatron.fsdp.unit import Unit
 
-
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 
 
@@ -198,3 +197,5 @@ def _name_parameters(root: nn.Module) -> None:
         managed = getattr(parameter, "_fsdp_managed", None)
         if managed is not None:
             managed.rename(name)
+            if managed.index == 0:
+                managed.group.name = name

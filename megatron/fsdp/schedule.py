@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
 from torch.profiler import record_function
 
@@ -49,6 +50,7 @@ class Engine:
         self, units: Sequence[Unit], device: torch.device, prefetch: int = 1, max_reductions: int = 2
     ) -> None:
         self.units = list(units)
+        self.device = device
         self.streams: Streams = make_streams(device)
         self.prefetch = prefetch
         self.max_reductions = max_reductions
@@ -140,16 +142,14 @@ class Engine:
             return
         with record_function(f"fsdp.unshard {unit.name}"), torch.no_grad(), self.streams.gather():
             self.streams.log.add("gather", unit.name)
-            by_comm: dict[Communicator, list[ParamGroup]] = {}
-            buffers = {}
+            by_comm: dict[Communicator, list[tuple[ParamGroup, Tensor]]] = {}
             for group in due:
                 buffer = group.prepare_gather()
                 if buffer is not None:
-                    buffers[group.name] = buffer
-                    by_comm.setdefault(group.comms.gather, []).append(group)
+                    by_comm.setdefault(group.comms.gather, []).append((group, buffer))
             for comm, members in by_comm.items():
-                pending = comm.all_gather([buffers[group.name] for group in members])
-                for group in members:
+                pending = comm.all_gather([buffer for _, buffer in members])
+                for group, _ in members:
                     group.gather_pending = pending
 
     def acquire(self, unit: Unit) -> None:
@@ -383,10 +383,9 @@ class Engine:
         names = "\n".join(unit.name for unit in order)
         digest = int.from_bytes(hashlib.sha256(names.encode()).digest()[:4], "big")
         comms = dict.fromkeys(group.comms.gather for unit in self.units for group in unit.groups)
-        device = self.units[0].groups[0].spec.device
         # The second round tells the ranks of one group what those of their other groups found.
-        agreed = all(_all_equal(digest, comm, device) for comm in comms)
-        if all(_all_equal(int(agreed), comm, device) for comm in comms) and agreed:
+        agreed = all(_all_equal(digest, comm, self.device) for comm in comms)
+        if all(_all_equal(int(agreed), comm, self.device) for comm in comms) and agreed:
             self._reduce_order = order
 
 
