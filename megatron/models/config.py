@@ -232,7 +232,7 @@ class ModelConfig:
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of what writes to the residual stream: init_method_std / sqrt(2 layers) (GPT-2)."""
+        """Standard deviation of what writes to the residual stream: std / sqrt(2 layers), as in GPT-2."""
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property

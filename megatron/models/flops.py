@@ -42,8 +42,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 def forward_flops(config: ModelConfig, sequence_length: int, *, causal: bool = True) -> float:
     """Operations of a forward pass over one sequence of `sequence_length` tokens.
 
-    causal: count the half of the attention matrix that is needed, as Megatron does and flash kernels run; False
-    counts all of it, as torch's FlopCounterMode and the PaLM paper do.
+    causal: count the half of the attention matrix that is needed, as Megatron does and flash kernels run.
+    False counts all of it, as torch's FlopCounterMode and the PaLM paper do.
     """
     weights = sum(_attention_weights(config) + _mlp_weights(config) for _ in range(config.num_layers))
     weights += config.vocab_size * config.hidden_size

@@ -58,17 +58,28 @@ class Embedding(nn.Module):
             self.position_embeddings.weight.init_spec = InitSpec("normal", config.embedding_init_method_std)
         self.dropout = HiddenDropout(config.hidden_dropout, backend)
         self._fp32 = config.fp32_residual_connection
+        self._context_size = mesh.size("cp")
         self._sequence_slice = (mesh.rank("tp"), mesh.size("tp")) if options.sequence_parallel else (0, 1)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """tokens, position_ids: [b, s] -> [s, b, hidden], [s / tp, b, hidden] under sequence parallelism."""
         hidden = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
+            self._check_length(tokens)
             rank, size = self._sequence_slice
             hidden = hidden + self.position_embeddings(position_ids.t().chunk(size)[rank])
         if self._fp32:
             hidden = hidden.float()
         return self.dropout(hidden)
+
+    def _check_length(self, tokens: Tensor) -> None:
+        assert self.position_embeddings is not None
+        length, rows = tokens.shape[1] * self._context_size, self.position_embeddings.num_embeddings
+        if length > rows:
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than --max-position-embeddings {rows}: raise that or "
+                "shorten the sequence (--seq-length)"
+            )
 
 
 class GPTModel(nn.Module):
@@ -170,7 +181,8 @@ class GPTModel(nn.Module):
                 position_ids = self._default_positions(tokens)
             hidden = self.embedding(tokens, position_ids)
         assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
-        inputs = self._attention_inputs(position_ids, attention_mask, document_ids)
+        rotary = self._rotary(position_ids, hidden.dtype)
+        inputs = self._attention_inputs(rotary, attention_mask, document_ids)
         hidden = self.decoder(hidden, inputs)
         if self.output_layer is None:
             return hidden
@@ -188,15 +200,18 @@ class GPTModel(nn.Module):
             )
         return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
-    def _attention_inputs(
-        self, position_ids: Tensor | None, mask: Tensor | None, document_ids: Tensor | None
-    ) -> AttentionInputs:
+    def _rotary(self, position_ids: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         config = self.config
-        rotary = None
-        if config.position_embedding_type == "rope":
-            if position_ids is None:
-                raise ValueError("rotary positions need position_ids on every pipeline stage")
-            rotary = rotary_table(config.rotary, config.rotary_dim, position_ids)
+        if config.position_embedding_type != "rope":
+            return None
+        if position_ids is None:
+            raise ValueError("rotary positions need position_ids on every pipeline stage")
+        dtype = torch.promote_types(dtype, torch.float32)
+        return rotary_table(config.rotary, config.rotary_dim, position_ids, dtype)
+
+    def _attention_inputs(
+        self, rotary: tuple[Tensor, Tensor] | None, mask: Tensor | None, document_ids: Tensor | None
+    ) -> AttentionInputs:
         if document_ids is not None:
             if mask is not None:
                 raise ValueError("give attention_mask or document_ids, not both")

@@ -1,8 +1,8 @@
 """Rotary positions (https://arxiv.org/abs/2104.09864), their interpolation, Llama 3.1's frequency scaling.
 
 Nothing here is a buffer. A buffer made on meta comes back as garbage, one of a bf16 model is rounded, and
-pipeline chunks would own copies that can differ; the few frequencies are computed from the config in fp32, on
-the device of the positions, once per forward.
+pipeline chunks would own copies that can differ; the few frequencies are computed from the config in fp32
+(float64 for float64 models), on the device of the positions, once per forward.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ _LOW_FREQUENCY_FACTOR = 1.0
 _HIGH_FREQUENCY_FACTOR = 4.0
 
 
-def inverse_frequencies(config: RotaryConfig, dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """Radians per position of each of the dim / 2 pairs: fp32 [dim / 2]."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+def inverse_frequencies(
+    config: RotaryConfig, dim: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Radians per position of each of the dim / 2 pairs: [dim / 2]."""
+    exponents = torch.arange(0, dim, 2, dtype=dtype, device=device) / dim
     frequencies = 1.0 / (config.base**exponents)
     if config.scaling_factor is None:
         return frequencies
@@ -36,15 +38,17 @@ def _scale_llama3(frequencies: Tensor, factor: float, original_length: int) -> T
     return frequencies * kept + frequencies / factor * (1.0 - kept)
 
 
-def rotary_table(config: RotaryConfig, dim: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for `apply_rotary`: fp32 [s, b, 1, dim] each.
+def rotary_table(
+    config: RotaryConfig, dim: int, position_ids: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for `apply_rotary`: [s, b, 1, dim] each, in `dtype`, which is fp32 or float64.
 
     position_ids: [b, s] integers, any: context-parallel slices, positions that begin again at a document.
     """
-    positions = position_ids.t().to(torch.float32)
+    positions = position_ids.t().to(dtype)
     if config.seq_len_interpolation_factor is not None:
         positions = positions / config.seq_len_interpolation_factor
-    angles = positions[..., None] * inverse_frequencies(config, dim, position_ids.device)
+    angles = positions[..., None] * inverse_frequencies(config, dim, position_ids.device, dtype)
     if config.interleaved:
         angles = angles.repeat_interleave(2, dim=-1)
     else:

@@ -77,13 +77,13 @@ def test_equals_the_naive_model(changes, dtype):
     losses = model(tokens, labels=labels)
     logits = model(tokens)
     assert losses.dtype is dtype
-    limit = 2e-6 if dtype is torch.float32 else 1e-7  # rotary tables are fp32
+    limit = 1e-6 if dtype is torch.float32 else 1e-14
     assert relative_error(losses, expected) < limit
     assert relative_error(logits[..., : config.vocab_size], expected_logits) < limit
     assert torch.isneginf(logits[..., config.vocab_size :]).all()
     losses.sum().backward()
     expected.sum().backward()
-    limit = 5e-6 if dtype is torch.float32 else 1e-6
+    limit = 3e-6 if dtype is torch.float32 else 1e-13  # cancellation in the gradients of norms
     for name, parameter in model.named_parameters():
         if name.endswith("k_layernorm.bias"):  # softmax does not see it: its gradient is rounding
             assert parameter.grad.norm() < limit * parameter.norm()
@@ -333,6 +333,12 @@ def test_sizes_that_do_not_divide_are_refused(changes, message):
     config = tiny_config(**{"padded_vocab_size": 64 if changes else 61, **changes})
     with pytest.raises(ValueError, match=message):
         GPTModel(config, backend, mesh)
+
+
+def test_sequences_longer_than_the_position_table_are_refused():
+    model = build_gpt(tiny_config())
+    with pytest.raises(ValueError, match="25 tokens is longer than --max-position-embeddings 24"):
+        model(torch.zeros(1, 25, dtype=torch.long))
 
 
 def test_contradictory_inputs_are_refused():

@@ -104,7 +104,7 @@ def test_equals_one_rank(model, name, sizes, sequence_parallel, documents):
     world = 1
     for size in sizes.values():
         world *= size
-    results = run_ranks(run_rank, world, MODELS[model], sizes, sequence_parallel, documents, timeout=60)
+    results = run_ranks(run_rank, world, MODELS[model], sizes, sequence_parallel, documents, timeout=120)
     reference, losses, _ = run_model(MODELS[model], ParallelMesh.single(), False, documents)
     assert relative_error(sum(item[0] for item in results), losses) < 1e-6
     for parameter_name, parameter in reference.named_parameters():
