@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel.context.all_gather import AllGatherAttention
 from megatron.parallel.context.balance import check_sequence_length
 from megatron.parallel.context.documents import Documents
 from megatron.parallel.context.local import AttentionKernel, BlockAttention, choose_kernel
-from megatron.parallel.context.naive import document_mask, naive_attention
+from megatron.parallel.context.naive import attention_probabilities, average, document_mask
 from megatron.parallel.context.plan import BlockPlan
 from megatron.parallel.context.ring import AttentionTask, RingAttention
 from megatron.parallel.context.ulysses import check_heads, ulysses_attention
@@ -227,7 +228,8 @@ def _written_out(
         other_document = document_mask(request.documents.ids(q.device))
         mask = other_document if mask is None else mask | other_document
     scale, causal = request.blocks.scale, request.causal
-    return naive_attention(q, k, v, softmax_scale=scale, causal=causal, mask=mask, dropout=dropout)
+    probabilities = attention_probabilities(q, k, softmax_scale=scale, causal=causal, mask=mask)
+    return average(F.dropout(probabilities, dropout) if dropout > 0.0 else probabilities, v)
 
 
 def _group_size(group: Groups) -> int:

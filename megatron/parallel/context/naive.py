@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel.context.local import accumulation_dtype
 
 
 def naive_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, mask: Tensor | None = None
 ) -> Tensor:
     """Return attention of whole sequences by plain differentiable torch calls.
 
@@ -28,15 +20,21 @@ def naive_attention(
         softmax_scale: factor of the scores.
         causal: hide later positions.
         mask: bool, broadcast to [b, h, s, s_k], True where a query must NOT see a key (Megatron's
-            attention_mask). Rows
-            that see nothing give zeros.
-        dropout: share of probabilities set to zero, drawn from the device's current random stream.
+            attention_mask). Rows that see nothing give zeros.
 
     Returns:
         [s, b, h, v_dim] in q's dtype, accumulated in float32 (float64 for float64).
     """
-    dtype, share = accumulation_dtype(q.dtype), q.size(2) // k.size(2)
-    keys, values = (x.to(dtype).repeat_interleave(share, dim=2) for x in (k, v))
+    probabilities = attention_probabilities(q, k, softmax_scale=softmax_scale, causal=causal, mask=mask)
+    return average(probabilities, v)
+
+
+def attention_probabilities(
+    q: Tensor, k: Tensor, *, softmax_scale: float, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    """Return the probabilities [b, h, s, s_k] of `naive_attention`, in the accumulation dtype."""
+    dtype = accumulation_dtype(q.dtype)
+    keys = k.to(dtype).repeat_interleave(q.size(2) // k.size(2), dim=2)
     scores = torch.einsum("qbhd,kbhd->bhqk", q.to(dtype) * softmax_scale, keys)
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=q.device)
     if causal:
@@ -45,10 +43,13 @@ def naive_attention(
         hidden = hidden | mask
     # A large finite number instead of -inf, then zeros: rows that see nothing have neither nan nor gradient.
     scores = scores.masked_fill(hidden, torch.finfo(dtype).min / 2)
-    probabilities = scores.softmax(dim=-1).masked_fill(hidden, 0.0)
-    if dropout > 0.0:
-        probabilities = F.dropout(probabilities, dropout)
-    return torch.einsum("bhqk,kbhd->qbhd", probabilities, values).to(q.dtype)
+    return scores.softmax(dim=-1).masked_fill(hidden, 0.0)
+
+
+def average(probabilities: Tensor, v: Tensor) -> Tensor:
+    """Return the values [s_k, b, groups, v_dim] averaged by probabilities [b, h, s, s_k]: [s, b, h, v_dim]."""
+    values = v.to(probabilities.dtype).repeat_interleave(probabilities.size(1) // v.size(2), dim=2)
+    return torch.einsum("bhqk,kbhd->qbhd", probabilities, values).to(v.dtype)
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

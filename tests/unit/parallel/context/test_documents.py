@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.parallel.context.balance import zigzag_indices, zigzag_ranges
@@ -27,6 +27,7 @@ def naive_megatron_masks(tokens: list[int], eod: int) -> tuple[list[int], torch.
 
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=24))
+@settings(deadline=None)
 def test_end_tokens_end_documents_as_in_megatron(tokens: list[int]) -> None:
     """D11: positions and masks reset after an end-of-document token, which belongs to its document."""
     documents = Documents.from_tokens(torch.tensor([tokens]), eod=0)
@@ -72,6 +73,7 @@ def test_scattered_documents_are_refused() -> None:
     cuts=st.sets(st.integers(1, 31), max_size=6),
     data=st.data(),
 )
+@settings(deadline=None)
 def test_offsets_bound_each_document_among_local_rows(
     cp: int, chunk: int, cuts: set[int], data: st.DataObject
 ) -> None:

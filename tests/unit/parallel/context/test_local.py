@@ -170,4 +170,4 @@ def test_gradients_numerically() -> None:
     q, k, v = inputs(5, 5, (4, 4), 2, torch.float64)
     documents = Documents(((0, 2), (0,)), 5)
     function = lambda *qkv: context_parallel_attention(*qkv, group=None, document_ids=documents)
-    assert torch.autograd.gradcheck(function, (q, k, v))
+    assert torch.autograd.gradcheck(function, (q, k, v), fast_mode=True)
