@@ -134,15 +134,15 @@ def load_model(
     from megatron.train.build import build_backend, build_mesh, wrap_model
     from megatron.train.checkpoint import load_tensors
     from megatron.train.initialize import Launch, ProcessGroupOptions, initialize_distributed
+    from megatron.train.resume import model_tensors
 
     device = initialize_distributed(Launch(), ProcessGroupOptions(config.distributed_backend, config.device))
     mesh = build_mesh(config, device)
     backend = build_backend(config, mesh, None)
     model = GPTModel(model_config_from(config, vocab_size), backend, mesh)
     wrapped = wrap_model(model, config, mesh, device)
-    tensors = dict(fsdp_checkpoint.sharded_state(wrapped, None))
-    load_tensors(load, iteration, tensors)
-    fsdp_checkpoint.load_state(wrapped, None, tensors)
+    load_tensors(load, iteration, model_tensors(wrapped))
+    fsdp_checkpoint.mark_loaded(wrapped)
     wrapped.eval()
     return wrapped, device
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
+from torch import nn
 
 from megatron.train.arguments.batch import batch_schedule
 from megatron.train.build import Run, step_options
@@ -187,8 +189,9 @@ class _Loop:
         share = config.eval_micro_batch_size * config.data_parallel_size
         count = config.eval_iters * (config.eval_global_batch_size // share)
         batches = (to_device(batch, self.run.device) for batch in iterator.evaluation(count))
-        return evaluate(self.run.state.model, batches, self.run.mesh, device=self.run.device)
+        model = cast(nn.Module, self.run.state.model)
+        return evaluate(model, batches, self.run.mesh, device=self.run.device)
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0
+    return interval is not None and interval > 0 and iteration % interval == 0

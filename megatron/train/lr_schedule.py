@@ -237,7 +237,7 @@ class OptimizerParamScheduler:
 
 def _assign(group: dict[str, Any], key: str, value: float) -> None:
     """Set a group's value; capturable optimizers keep it in a tensor, which must stay the same object."""
-    current = group.get(key)
+    current: Any = group.get(key)
     if hasattr(current, "fill_"):
         current.fill_(value)
     else:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import torch
 
@@ -116,7 +116,7 @@ class WandbOptions:
     name: str | None = None
     entity: str | None = None
     directory: str | None = None
-    mode: str | None = None
+    mode: Literal["online", "offline", "disabled", "shared"] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp import FullyShardedDataParallel
 from megatron.fsdp import checkpoint as fsdp_checkpoint
 from megatron.train import rng
 from megatron.train.build import Run
@@ -84,7 +85,7 @@ def load_run(run: Run) -> tuple[Progress, list[str]]:
     if with_rng:
         tensors[_rng_key()] = rng.capture(run.streams, run.device)
     load_tensors(config.load, iteration, tensors)
-    fsdp_checkpoint.mark_loaded(run.state.model)
+    fsdp_checkpoint.mark_loaded(_wrapped(run))
     lines = [f"loaded the checkpoint of iteration {iteration} from {config.load}"]
     if config.finetune:
         return Progress(), lines
@@ -107,9 +108,12 @@ def load_run(run: Run) -> tuple[Progress, list[str]]:
     return record.progress, lines
 
 
-def _tensors(run: Run, with_optimizer: bool) -> dict[str, Any]:
-    """Everything sharded, by unique names; loading into these tensors loads the run."""
-    model = run.state.model
+def _wrapped(run: Run) -> FullyShardedDataParallel:
+    return cast(FullyShardedDataParallel, run.state.model)
+
+
+def model_tensors(model: FullyShardedDataParallel) -> dict[str, Any]:
+    """Parameters and buffers by unique names; call fsdp_checkpoint.mark_loaded after loading into them."""
     tensors: dict[str, Any] = {
         MODEL_PREFIX + name: tensor for name, tensor in fsdp_checkpoint.model_state(model).items()
     }
@@ -117,6 +121,12 @@ def _tensors(run: Run, with_optimizer: bool) -> dict[str, Any]:
     for name, value in model.module.state_dict().items():
         if name not in parameters and isinstance(value, torch.Tensor):
             tensors[BUFFER_PREFIX + name] = value
+    return tensors
+
+
+def _tensors(run: Run, with_optimizer: bool) -> dict[str, Any]:
+    """Everything sharded, by unique names; loading into these tensors loads the run."""
+    tensors = model_tensors(_wrapped(run))
     if with_optimizer:
         for name, values in fsdp_checkpoint.optimizer_state(run.state.optimizer).items():
             for key, value in values.items():
