@@ -20,27 +20,29 @@ def spelled(flag: Flag, value: object) -> str:
 def is_given(flag: Flag, arguments: Namespace) -> bool:
     """Whether the flag's destination has another value than this flag's default."""
     value = getattr(arguments, flag.dest)
-    if isinstance(flag.type, Switch) and flag.type is not Switch.TOGGLE:
-        # Two switches may share a destination: the one whose value it is was given.
-        return flag.dest in arguments.explicit and value is flag.given_value
+    if isinstance(flag.type, Switch) and flag.type is not Switch.TOGGLE and value is not flag.given_value:
+        return False  # two switches may share a destination: the one whose value it is was given
     return value != flag.default and value is not None
 
 
 def refusals(arguments: Namespace) -> list[str]:
-    """One phrase for each flag that cannot be had, with the reason and what to use instead."""
-    result = []
+    """One phrase for all flags that cannot be had for one reason, with what to use instead."""
+    reasons: dict[str, list[str]] = {}
     for flag in flags():
         if not is_given(flag, arguments):
             continue
         value = getattr(arguments, flag.dest)
         if flag.status in ("refused", "not_yet") and value not in flag.also_accepted:
-            kind = "is not supported" if flag.status == "refused" else "is not built yet"
-            result.append(f"{spelled(flag, value)} {kind}: {flag.reason}")
+            kind = "not supported" if flag.status == "refused" else "not built yet"
+            reasons.setdefault(f"{kind}: {flag.reason}", []).append(spelled(flag, value))
         for item in value if isinstance(value, list) else [value]:
             reason = dict(flag.refused_values).get(item)
             if reason is not None:
-                result.append(f"{flag.name} {item} is not built: {reason}")
-    return result
+                reasons.setdefault(f"not built: {reason}", []).append(f"{flag.name} {item}")
+    return [
+        f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} {reason}"
+        for reason, given in reasons.items()
+    ]
 
 
 def notes(arguments: Namespace) -> list[str]:

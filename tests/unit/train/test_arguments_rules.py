@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from megatron.train.arguments import parse_args
+from megatron.train.arguments import parse_args, validate
 from megatron.train.arguments.rules import RULES, Rule
 from megatron.train.arguments.validate import check_and_resolve
 from tests.unit.train.test_arguments import MODEL, RUN, config, later, refused
@@ -155,6 +155,10 @@ def test_what_is_not_built_is_refused_by_name() -> None:
     assert config("--cuda-graph-impl none --fp4-recipe nvfp4").cuda_graph_impl == "none"
     message = refused("--optimizer soap", resolve=config)
     assert "--optimizer soap is not built" in message and "use adam" in message
+    with pytest.raises(ValueError, match="--perform-rl-step is not supported"):
+        validate(
+            parse_args(RUN.split(), {"perform_rl_step": True}), 1, "cpu"
+        )  # also where a preset asks for it
     assert "--tokenizer-type MultimodalTokenizer" in refused(
         "--tokenizer-type MultimodalTokenizer", resolve=config
     )

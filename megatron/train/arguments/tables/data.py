@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_FIM = "fill-in-the-middle data is not there"
+NO_FIM = "fill-in-the-middle data is not there; prepare such documents beforehand"
 
 TITLE = "Data"
 

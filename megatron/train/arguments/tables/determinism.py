@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
 
-NO_RERUN = "rerunning a faulty step is not there"
-NO_WATCHDOG = "the watchdog is not there"
+NO_RERUN = "rerunning a faulty step is planned; use --rerun-mode disabled"
+NO_WATCHDOG = "the watchdog is planned; --distributed-timeout-minutes ends a hanging run"
 
 TITLE = "Determinism and faults"
 

@@ -16,7 +16,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "FSDP with the strategy of --data-parallel-sharding-strategy.",
         "train/arguments/resolve.py",
-        test="train/test_arguments.py",
+        test="train/equivalence.py",
     ),
     works(
         "--data-parallel-sharding-strategy",
@@ -25,7 +25,7 @@ FLAGS: tuple[Flag, ...] = (
         "What is sharded over data-parallel ranks, under --use-megatron-fsdp: no_shard, optim"
         " (ZeRO-1), optim_grads (ZeRO-2), optim_grads_params (ZeRO-3).",
         "train/arguments/resolve.py",
-        test="train/test_arguments.py",
+        test="train/equivalence.py",
         choices=(
             "no_shard",
             "optim",
@@ -63,7 +63,7 @@ FLAGS: tuple[Flag, ...] = (
         1,
         "Groups of data-parallel ranks that each hold a whole copy (HSDP).",
         "train/arguments/resolve.py",
-        test="train/test_arguments_rules.py",
+        test="train/equivalence.py",
     ),
     works(
         "--outer-dp-sharding-strategy",
@@ -230,7 +230,7 @@ FLAGS: tuple[Flag, ...] = (
         "The loss is the sum over the global batch divided by its valid tokens; without it "
         "the mean over microbatches of each one's mean.",
         "train/build.py",
-        test="train/test_arguments_scripts.py",
+        test="train/equivalence.py",
     ),
     no_op(
         "--no-use-layer-wise-param-layout",

@@ -6,7 +6,7 @@ from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused,
 
 SAME_RESULT = "a fused kernel with the same result"
 INFERENCE = "inference is left to megatron-core"
-NO_GRAPHS = "graph capture is not there"
+NO_GRAPHS = "graph capture is planned; leave it out"
 
 TITLE = "Kernels"
 

@@ -7,7 +7,7 @@ from megatron.train.arguments.flag import Flag, Switch, refused, works
 TITLE = "Learning rate"
 
 FLAGS: tuple[Flag, ...] = (
-    works("--lr", float, None, "Highest learning rate.", "train/lr_schedule.py", test="train/test_errors.py"),
+    works("--lr", float, None, "Highest learning rate.", "train/lr_schedule.py", test="train/equivalence.py"),
     works(
         "--min-lr",
         float,

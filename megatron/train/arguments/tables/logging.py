@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_STRAGGLERS = "the report of slow ranks is not there"
+NO_STRAGGLERS = "the report of slow ranks is planned; use --profile"
 NO_ONE_LOGGER = "One Logger is not used"
 NO_OTEL = "use tensorboard, wandb or metrics.jsonl"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, not_yet, refused
 
-NO_MLA = "multi-latent attention is not there"
-NO_MTP = "multi-token prediction is not there"
+NO_MLA = "multi-latent attention is planned; use --group-query-attention"
+NO_MTP = "multi-token prediction is planned; leave it out"
 
 TITLE = "Multi-latent attention"
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 from megatron.train.arguments.values import int_tuple, layer_pattern
 
-NO_MUP = "maximal update parametrisation is not there"
+NO_MUP = "maximal update parametrisation is not there; set --lr and --init-method-std by hand"
 SEE_MHC = "see --enable-mhc-connections"
 
 TITLE = "Shape of the model"
 
 FLAGS: tuple[Flag, ...] = (
-    works("--num-layers", int, None, "Transformer layers.", "models/config.py", test="models/test_config.py"),
+    works("--num-layers", int, None, "Transformer layers.", "models/config.py", test="train/equivalence.py"),
     works(
         "--hidden-size",
         int,
         None,
         "Width of the residual stream.",
         "models/config.py",
-        test="models/test_config.py",
+        test="train/equivalence.py",
     ),
     works(
         "--ffn-hidden-size",
@@ -29,7 +29,7 @@ FLAGS: tuple[Flag, ...] = (
         test="models/test_config.py",
     ),
     works(
-        "--num-attention-heads", int, None, "Query heads.", "models/config.py", test="models/test_config.py"
+        "--num-attention-heads", int, None, "Query heads.", "models/config.py", test="train/equivalence.py"
     ),
     works(
         "--group-query-attention",

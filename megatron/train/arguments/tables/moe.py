@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.train.arguments.flag import Flag, Switch, not_yet
 from megatron.train.arguments.values import layer_pattern
 
-NO_EXPERTS = "mixture of experts is not there"
+NO_EXPERTS = "mixture-of-experts layers are planned; leave them out for a dense model"
 
 TITLE = "Mixture of experts: model and router"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused
 
-NO_EXPERTS = "mixture of experts is not there"
+NO_EXPERTS = "mixture-of-experts layers are planned; leave them out for a dense model"
 HYBRID_EP = "tunes a kernel of HybridEP"
 SAME_RESULT = "a fused kernel with the same result"
 SEE_STASH = "see --moe-paged-stash"

@@ -6,7 +6,7 @@ from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
 
 STATES_FP32 = "optimizer states are fp32"
 SEE_OFFLOAD = "see --optimizer-cpu-offload"
-NO_MUON = "Muon is not there"
+NO_MUON = "Muon is planned; use --optimizer adam"
 
 TITLE = "Optimizer"
 
@@ -165,7 +165,7 @@ FLAGS: tuple[Flag, ...] = (
     not_yet("--use-torch-optimizer-for-cpu-offload", Switch.ON, False, SEE_OFFLOAD),
     not_yet("--no-pin-cpu-grads", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_grads"),
     not_yet("--no-pin-cpu-params", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_params"),
-    not_yet("--optimizer-cuda-graph", Switch.ON, False, "graph capture is not there"),
+    not_yet("--optimizer-cuda-graph", Switch.ON, False, "graph capture is planned; leave it out"),
     not_yet("--lion-beta1", float, 0.95, "Lion is not there"),
     not_yet("--lion-beta2", float, 0.98, "Lion is not there"),
     not_yet("--muon-coefficient-type", str, "quintic", NO_MUON),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_PIPELINE = "pipeline parallelism is not there"
-NO_EXPERTS = "mixture of experts is not there"
+NO_PIPELINE = (
+    "pipeline parallelism is planned; use tensor or context parallelism, or ZeRO-3 (--use-megatron-fsdp)"
+)
+NO_EXPERTS = "mixture-of-experts layers are planned; leave them out for a dense model"
 SEE_SHARDS = "see --tensor-parallel-num-weight-shards"
 USER_BUFFERS = "tunes kernels of Transformer Engine's user buffers"
 
@@ -27,7 +29,7 @@ FLAGS: tuple[Flag, ...] = (
         "Split norms and dropouts over the tensor-parallel ranks along the sequence; off with"
         " a warning at tensor-parallel size 1.",
         "train/build.py",
-        test="train/test_arguments.py",
+        test="parallel/test_sequence.py",
     ),
     works(
         "--context-parallel-size",
@@ -62,13 +64,7 @@ FLAGS: tuple[Flag, ...] = (
         "batches of very unequal sequences are left to fine-tuning frameworks",
     ),
     refused("--max-seqlen-per-dp-cp-rank", int, None, "see --hybrid-context-parallel"),
-    not_yet(
-        "--pipeline-model-parallel-size",
-        int,
-        1,
-        "pipeline parallelism is not there; use tensor or context parallelism, or ZeRO-3 "
-        "(--use-megatron-fsdp)",
-    ),
+    not_yet("--pipeline-model-parallel-size", int, 1, NO_PIPELINE),
     not_yet("--num-layers-per-virtual-pipeline-stage", int, None, NO_PIPELINE),
     not_yet("--num-virtual-stages-per-pipeline-rank", int, None, NO_PIPELINE),
     not_yet(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 from megatron.train.arguments.values import layer_pattern
 
-YARN_WITH_MLA = "YaRN comes with multi-latent attention"
-NO_YARN = "YaRN is not there"
+YARN_WITH_MLA = "YaRN is planned with multi-latent attention; use --use-rope-scaling"
 
 TITLE = "Position embeddings"
 
@@ -109,17 +108,17 @@ FLAGS: tuple[Flag, ...] = (
     ),
     not_yet("--mscale", float, 1.0, YARN_WITH_MLA),
     not_yet("--mscale-all-dim", float, 0.0, YARN_WITH_MLA),
-    not_yet("--yarn-beta-fast", float, None, NO_YARN),
-    not_yet("--yarn-beta-slow", float, None, NO_YARN),
-    not_yet("--yarn-correction-range-round-to-int", Switch.ON, None, NO_YARN),
+    not_yet("--yarn-beta-fast", float, None, YARN_WITH_MLA),
+    not_yet("--yarn-beta-slow", float, None, YARN_WITH_MLA),
+    not_yet("--yarn-correction-range-round-to-int", Switch.ON, None, YARN_WITH_MLA),
     not_yet(
         "--no-yarn-correction-range-round-to-int",
         Switch.OFF,
         True,
-        NO_YARN,
+        YARN_WITH_MLA,
         dest="yarn_correction_range_round_to_int",
     ),
-    not_yet("--yarn-original-max-position-embeddings", int, None, NO_YARN),
+    not_yet("--yarn-original-max-position-embeddings", int, None, YARN_WITH_MLA),
     not_yet("--no-rope-freq", layer_pattern, None, "layers without rotary positions are not there"),
     refused(
         "--mrope-section",

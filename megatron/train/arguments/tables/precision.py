@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_FP8 = "FP8 is not there"
+NO_FP8 = "FP8 is planned for Transformer Engine on GPUs; use --bf16"
 NO_FP4 = "FP4 training is experimental; use --bf16"
 
 TITLE = "Precision"
@@ -76,7 +76,7 @@ FLAGS: tuple[Flag, ...] = (
         "--fp8-format",
         str,
         None,
-        "FP8 needs Transformer Engine on a GPU, which is not wired up; use --bf16",
+        NO_FP8,
         choices=(
             "e4m3",
             "hybrid",

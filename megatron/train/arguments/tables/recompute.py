@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, not_yet, works
 
-NO_OFFLOAD = "offloading of activations is not there"
+NO_OFFLOAD = "activations stay on the device; use --recompute-granularity"
 
 TITLE = "Activation memory"
 

@@ -13,7 +13,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Which tokenizer.",
         "train/tokenizers/factory.py",
-        test="train/tokenizers/test_tokenizers.py",
+        test="train/equivalence.py",
         choices=(
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
@@ -67,7 +67,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Size of the vocabulary before padding (NullTokenizer).",
         "models/config.py",
-        test="train/tokenizers/test_tokenizers.py",
+        test="train/equivalence.py",
     ),
     not_yet("--vocab-extra-ids", int, 0, "extra ids (T5) are not there"),
     works(

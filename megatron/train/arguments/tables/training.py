@@ -16,7 +16,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Sequences in one forward pass of one data-parallel rank.",
         "train/build.py",
-        test="train/test_arguments.py",
+        test="train/equivalence.py",
     ),
     works(
         "--global-batch-size",
@@ -52,7 +52,7 @@ FLAGS: tuple[Flag, ...] = (
         "train/arguments/batch.py",
         test="train/test_arguments.py",
     ),
-    works("--train-iters", int, None, "Optimizer steps.", "train/loop.py", test="train/test_lr_schedule.py"),
+    works("--train-iters", int, None, "Optimizer steps.", "train/loop.py", test="train/equivalence.py"),
     works(
         "--train-samples",
         int,
@@ -83,7 +83,7 @@ FLAGS: tuple[Flag, ...] = (
         1234,
         "Seed of weights, dropout and data order.",
         "train/build.py",
-        test="train/test_initialize.py",
+        test="train/equivalence.py",
     ),
     works(
         "--eval-iters",
