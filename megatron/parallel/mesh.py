@@ -5,7 +5,7 @@ Note "Making groups": all groups are made together, when the first one is asked 
 only its own (`use_local_synchronization`), so the work is linear in the number of axes whatever the world size; the
 communicators behind them are NCCL's to make on first use. Together, because torch derives the name under which the
 members of a group meet from the number of groups each of them has made: ranks that asked for different axes (other
-pipeline stages, say) would never meet. For the same reason `subgroup` makes one group on every rank. Where the
+pipeline stages, say) would never meet. For the same reason `partition` makes one group on every rank. Where the
 default group is bound to a device, NCCL makes groups by splitting, which is collective over the world: there every
 group is made by everybody.
 
@@ -83,28 +83,33 @@ class ParallelMesh:
         """
         return None if self.size(axis) == 1 else self._group(axis)
 
+    def partition(self, axis: str, blocks: Sequence[Sequence[int]]) -> ProcessGroup | None:
+        """Cut the groups of `axis` into blocks of positions; give the group of this rank's block, None if alone.
+
+        blocks: hold every position of the axis once. Every rank must ask, with the same blocks, at the same point
+        of the program (note "Making groups").
+        """
+        assert sorted(p for block in blocks for p in block) == list(range(self.size(axis))), (axis, blocks)
+        mine = next(block for block in blocks if self.rank(axis) in block)
+        if len(blocks) == 1:
+            return self.group(axis)
+        key = (axis, tuple(position for block in blocks for position in (*block, -1)))
+        if key not in self._groups:
+            self._make_all()
+            cut = blocks if _splits_communicators() else [mine]
+            whole = all_groups(self.sizes, axis) if _splits_communicators() else [self.ranks(axis)]
+            self._groups[key] = self._make([[ranks[p] for p in sorted(b)] for ranks in whole for b in cut])
+        return self._groups[key] if len(mine) > 1 else None
+
     def subgroup(self, axis: str, positions: Sequence[int]) -> ProcessGroup | None:
         """Group of the ranks at `positions` of `axis` (first and last stage, say); None for others and where alone.
 
-        Every rank must ask, at the same point of the program (note "Making groups").
+        Every rank must ask, as for `partition`.
         """
-        chosen = frozenset(positions)
-        mine = self.rank(axis) in chosen
-        if len(chosen) == 1 or len(chosen) == self.size(axis):
-            return self.group(axis) if len(chosen) > 1 else None
-        self._make_all()
-        key = (axis, tuple(sorted(chosen)))
-        if key not in self._groups:
-            self._groups[key] = self._make(
-                [
-                    [rank for position, rank in enumerate(ranks) if (position in chosen) == inside]
-                    for ranks in all_groups(self.sizes, axis)
-                    for inside in (True, False)
-                ]
-                if _splits_communicators()
-                else [[r for position, r in enumerate(self.ranks(axis)) if (position in chosen) == mine]]
-            )
-        return self._groups[key] if mine else None
+        chosen = sorted(set(positions))
+        rest = [position for position in range(self.size(axis)) if position not in chosen]
+        group = self.partition(axis, [block for block in (chosen, rest) if block])
+        return group if self.rank(axis) in chosen else None
 
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """DeviceMesh over one or two axes, slowest first, dims named by axis: ("fsdp",), ("dp_outer",
@@ -147,7 +152,7 @@ class ParallelMesh:
     def _make(self, groups: list[list[int]]) -> ProcessGroup:
         """Make groups of these global ranks; return the one that this rank is in."""
         local = not _splits_communicators()
-        made = [(ranks, dist.new_group(ranks, use_local_synchronization=local)) for ranks in groups if ranks]
+        made = [(ranks, dist.new_group(ranks, use_local_synchronization=local)) for ranks in groups]
         return next(group for ranks, group in made if self.global_rank in ranks)
 
 

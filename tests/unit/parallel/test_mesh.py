@@ -67,6 +67,21 @@ def test_stages_need_not_agree_on_what_they_use() -> None:
     assert results == [1 + 6, 1 + 7, 2, 3, 4, 5, 1 + 6, 1 + 7]
 
 
+def blocks_of_an_axis(rank: int, world_size: int) -> list[list[int] | None]:
+    """Members of this rank's block of tp cut three ways, and of the whole axis as one block."""
+    mesh = ParallelMesh(ParallelSizes(tensor=4, data=2))
+    groups = [mesh.partition("tp", [(0, 2), (1,), (3,)]), mesh.partition("tp", [range(4)])]
+    return [None if group is None else dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_partition_of_an_axis() -> None:
+    results = run_ranks(blocks_of_an_axis, 8)
+    for first in (0, 4):
+        whole = list(range(first, first + 4))
+        assert results[first] == results[first + 2] == [[first, first + 2], whole]
+        assert results[first + 1] == results[first + 3] == [None, whole]
+
+
 def shared_groups(rank: int, world_size: int) -> dict[str, str]:
     """Name of each axis's group, dp 2 x ep 2 over all ranks."""
     mesh = ParallelMesh(ParallelSizes(data=4, expert=4))
