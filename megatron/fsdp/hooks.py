@@ -74,6 +74,8 @@ class UnitHooks:
         for module, parameters in by_module.items():
             hook = functools.partial(self._delayed_wgrad_done, parameters)
             module.register_wgrad_accumulation_and_reduce_hooks(hook)  # type: ignore[operator]
+            run = functools.partial(_with_compute_parameters, module.backward_dw, module, parameters)
+            module.backward_dw = run  # type: ignore[assignment]
 
     def _delayed_wgrad_done(self, parameters: Sequence[ManagedParameter], *_args: object) -> None:
         assert self.unit.engine is not None
@@ -132,6 +134,25 @@ class UnitHooks:
         if invocation.num_inputs == 0:
             assert self.unit.engine is not None
             self.unit.engine.leave_backward(self.unit, invocation)
+
+
+def _with_compute_parameters(
+    backward_dw: Callable[..., Any], module: nn.Module, parameters: Sequence[ManagedParameter], *args: Any
+) -> Any:
+    """Run `backward_dw` with the compute parameters on `module`.
+
+    Transformer Engine assigns delayed gradients that are not fused (biases) to the `.grad` of the parameter that the
+    module holds when it runs, which after backward is the sharded one.
+    """
+    registered = dict(module._parameters)
+    for managed in parameters:
+        for site, attribute in managed.sites:
+            if site is module:
+                module._parameters[attribute] = managed.compute
+    try:
+        return backward_dw(*args)
+    finally:
+        module._parameters.update(registered)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

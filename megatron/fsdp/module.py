@@ -121,7 +121,7 @@ class FSDPModule:
         """Set what this unit's gradients, summed over the mesh, are divided by."""
         for unit in self._units(False):
             for group in unit.groups:
-                group.gradient_divisor = float(factor)
+                group.gradients.divisor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated name of `set_gradient_divide_factor`."""
@@ -134,7 +134,7 @@ class FSDPModule:
         """Forget the gradients of a step that failed half-way."""
         for unit in self._units(True):
             for group in unit.groups:
-                group.discard_gradients()
+                group.gradients.discard()
 
     # --- not here, with the reason --------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ Note [Buffers]
   replaced, because autograd saves views of weights (`weight.t()`) that must see the data of the next gather.
 - `main`: flat, main dtype, this rank's shard (or the whole where the optimizer is replicated). A view of `compute`
   where the dtypes agree and `compute` is persistent.
-- `full_grad`: flat, full size; a temporary of one microbatch in the wire dtype, or persistent in the grad dtype.
-- `grad`: flat, grad dtype, what the `.grad` of the sharded parameters are views of.
+- Gradient buffers: see gradients.py.
 
 Note [Gather is due]
 Compute parameters are stale when the main ones changed since the last gather. Every rank must come to the same answer:
@@ -29,10 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from megatron.fsdp.collectives import MeshCommunicators, Pending
+from megatron.fsdp.gradients import GroupGradients
 from megatron.fsdp.layout import GroupLayout
 from megatron.fsdp.main_grad import MainGrad
 from megatron.fsdp.precision import GroupPrecision
-from megatron.fsdp.sharded_parameter import Location, ShardInfo, attach, make_dtensor, make_parameter
+from megatron.fsdp.sharded_parameter import Location, ShardInfo, attach, make_parameter
 from megatron.fsdp.strategy import Placements
 
 Initialize = Callable[[str, nn.Parameter, slice, Tensor], None]
@@ -118,23 +118,15 @@ class ParamGroup:
         self.name = sources[0].name
         inner, outer = comms.gather, comms.outer_gather
         self.shard = inner.rank * outer.size + outer.rank if self.placements.outer_sharded else inner.rank
-        self.gradient_divisor = spec.gradient_divisor
-        self.pass_id = 0
         self.gathered = False
         self.holders: set[int] = set()  # ids of the units that need the compute parameters now
         self.gather_pending: Pending | None = None
         self.outer_pending: Pending | None = None
         self.stale = True
         self._versions = 0
-        self.full_grad: Tensor | None = None
-        self.deferred: Tensor | None = None
-        self.partial: Tensor | None = None
-        self.grad: Tensor | None = None
-        self.window_open = False
-        self._stash: Tensor | None = None
-        self._exposed = False  # `full_grad` (persistent) holds reduced gradients
         self._using_compute = False
         self.parameters = [ManagedParameter(source, self, i) for i, source in enumerate(sources)]
+        self.gradients = GroupGradients(self)
         self._allocate()
         self._make_parameters(sources)
         self.use_sharded(force=True)
@@ -165,14 +157,14 @@ class ParamGroup:
             managed.compute = nn.Parameter(self._view(self.compute, managed.index), original.requires_grad)
             self._fill(managed, original)
             managed.sharded = make_parameter(
-                self.main_rows(self.main, managed), managed.info, self.spec.mesh, self._dtensor_placements(managed),
+                self.main_rows(self.main, managed), managed.info, self.spec.mesh, self.dtensor_placements(managed),
                 original.requires_grad,
             )  # fmt: skip
             for parameter in (managed.compute, managed.sharded):
                 for key, value in vars(original).items():
                     setattr(parameter, key, value)
             managed.main_grad = MainGrad(
-                managed.name, managed.compute, self, managed.index, overwrite, self.precision.grad
+                managed.name, managed.compute, self.gradients, managed.index, overwrite, self.precision.grad
             )
             managed.sharded._fsdp_managed = managed  # type: ignore[attr-defined]
             original._fsdp_managed = managed  # type: ignore[attr-defined]
@@ -191,7 +183,7 @@ class ParamGroup:
             groups.insert(0, (self.comms.outer_gather.group, self.comms.outer_gather.size))
         return ShardInfo(source.name, shape, ranges, self.shard, tuple(groups), location)
 
-    def _dtensor_placements(self, managed: ManagedParameter) -> tuple[Placement, ...]:
+    def dtensor_placements(self, managed: ManagedParameter) -> tuple[Placement, ...]:
         one: Placement = Shard(0) if managed.info.groups else Replicate()
         return (one,) * self.spec.mesh.ndim
 
@@ -326,160 +318,10 @@ class ParamGroup:
     def _count_versions(self) -> int:
         return sum(managed.sharded._version for managed in self.parameters)
 
-    # --- gradients: the window ------------------------------------------------------------
-
     @property
     def requires_grad(self) -> bool:
         """Whether any parameter asks for a gradient."""
         return any(managed.requires_grad for managed in self.parameters)
-
-    def gradient_view(self, index: int) -> Tensor:
-        """Parameter `index`'s view of the open gradient buffer."""
-        assert self.full_grad is not None, f"{self.name}: no gradient buffer is open"
-        item = self.layout.items[index]
-        return self.full_grad[item.offset : item.offset + item.numel].view(item.shape)
-
-    def open_window(self) -> None:
-        """Make the gradient buffer ready to be written."""
-        if self.window_open:
-            return
-        if self.placements.gradients_sharded:
-            self.full_grad = self._new_full(self.precision.wire)
-            self._reset_window()
-        elif self.full_grad is None:
-            self.full_grad = self._new_full(self.precision.grad)
-            self._reset_window()
-        elif self._exposed:
-            self._reopen_persistent()
-        self.window_open = True
-
-    def _new_full(self, dtype: torch.dtype) -> Tensor:
-        buffer = torch.empty(self.layout.numel, dtype=dtype, device=self.spec.device)
-        for start, stop in self.layout.padding_ranges():
-            buffer[start:stop] = 0
-        return buffer
-
-    def _reset_window(self) -> None:
-        for managed in self.parameters:
-            managed.main_grad.reset()
-
-    def _reopen_persistent(self) -> None:
-        """A persistent buffer holds reduced gradients and is to take fresh ones: keep what still counts aside."""
-        assert self.full_grad is not None
-        if any(managed.sharded.grad is not None for managed in self.parameters):
-            self._drop_cleared_gradients()
-            self._stash = self.main_slot(self.full_grad).clone()
-            for managed in self.parameters:
-                managed.sharded.grad = None
-        self._exposed = False
-        self._reset_window()
-
-    def pending_writes(self) -> int:
-        """Number of delayed wgrads that have not run."""
-        return sum(managed.main_grad.pending_writes for managed in self.parameters)
-
-    def close_window(self) -> None:
-        """Make the open buffer hold exactly the sum of the window's writes."""
-        self.open_window()
-        for managed in self.parameters:
-            managed.main_grad.close()
-
-    def defer(self) -> None:
-        """Keep a temporary window's gradient unreduced and add it up (communication deferred)."""
-        assert self.placements.gradients_sharded and self.full_grad is not None
-        if self.deferred is not None:
-            self.deferred.add_(self.full_grad)
-        else:
-            self.deferred = self.full_grad.to(self.precision.grad)
-        self.full_grad = None
-        self.window_open = False
-
-    def take_wire(self) -> Tensor:
-        """End the window; return the full-size buffer that goes on the wire."""
-        buffer = self.full_grad
-        assert buffer is not None
-        self.window_open = False
-        if self.placements.gradients_sharded:
-            self.full_grad = None
-            if self.deferred is not None:
-                buffer, self.deferred = self.deferred.add_(buffer), None
-        return buffer.to(self.precision.wire)
-
-    # --- gradients: delivery ------------------------------------------------------------
-
-    def deliver_inner(self, total: Tensor) -> None:
-        """Take the sum over the inner axis of a fresh gradient and scale it (once, before it meets older ones)."""
-        scale = 1.0 / self.gradient_divisor
-        if not self.placements.gradients_sharded:
-            assert self.full_grad is not None
-            region = self.main_slot(self.full_grad)
-            if total.data_ptr() != region.data_ptr():
-                region.copy_(total)
-            self.partial = region.mul_(scale) if scale != 1.0 else region
-        elif self.partial is not None:
-            self.partial.add_(total, alpha=scale)
-        elif self.comms.outer_gather.size == 1 and self.has_gradients():
-            assert self.grad is not None
-            self._drop_cleared_gradients()
-            self.grad.add_(total, alpha=scale)
-        else:
-            self.partial = torch.empty(total.numel(), dtype=self.precision.grad, device=total.device)
-            torch.mul(total, scale, out=self.partial)
-
-    def expose(self, total: Tensor | None) -> None:
-        """Make `total` (this rank's part, summed over all axes) part of the sharded parameters' `.grad`."""
-        self.partial = None
-        if total is None:
-            return  # added in place by deliver_inner
-        if self._stash is not None:
-            total.add_(self._stash)
-            self._stash = None
-        elif self.placements.gradients_sharded and self.has_gradients():
-            assert self.grad is not None
-            self._drop_cleared_gradients()
-            total.add_(self.grad)
-        # A part of a larger buffer (outer shards) would keep the whole of it alive.
-        self.grad = total.clone() if self.placements.outer_sharded else total
-        self._exposed = not self.placements.gradients_sharded
-        for managed in self.parameters:
-            if managed.requires_grad:
-                self._attach_grad(managed)
-
-    def _attach_grad(self, managed: ManagedParameter) -> None:
-        assert self.grad is not None
-        view = self.main_rows(self.grad, managed)
-        gradient = make_dtensor(view, managed.info, self.spec.mesh, self._dtensor_placements(managed))
-        if gradient.dtype != managed.sharded.dtype:
-            managed.sharded.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
-        managed.sharded.grad = gradient
-
-    def has_gradients(self) -> bool:
-        """Whether any sharded parameter has a `.grad`."""
-        return any(managed.sharded.grad is not None for managed in self.parameters)
-
-    def _drop_cleared_gradients(self) -> None:
-        """Zero the parts of `grad` whose `.grad` was set to None while others stayed."""
-        assert self.grad is not None
-        for managed in self.parameters:
-            if managed.sharded.grad is None:
-                self.main_rows(self.grad, managed).zero_()
-
-    def drop_gradients_if_cleared(self) -> None:
-        """Let go of a gradient shard that no `.grad` refers to any more."""
-        if self.grad is not None and not self.has_gradients():
-            self.grad = None
-
-    def discard_gradients(self) -> None:
-        """Forget all gradients, reduced or not (`zero_grad_buffer`, or after a step that failed)."""
-        for managed in self.parameters:
-            managed.sharded.grad = None
-            managed.compute.grad = None
-        self._reset_window()
-        self.window_open = False
-        self._exposed = False
-        self.grad = self.partial = self.deferred = self._stash = None
-        if self.placements.gradients_sharded:
-            self.full_grad = None
 
 
 def reattach(parameter_like: Tensor, managed: ManagedParameter) -> Tensor:

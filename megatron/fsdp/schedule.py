@@ -82,7 +82,7 @@ class Engine:
             if unit.phase is not Phase.IDLE:
                 self.release(unit, force=True)
             for group in unit.groups:
-                group.drop_gradients_if_cleared()
+                group.gradients.drop_if_cleared()
         self.gather_ahead()
 
     def gather_ahead(self) -> None:
@@ -262,7 +262,7 @@ class Engine:
             unit.wait_for_end = False
             unit.wanted = unit.trainable()
             for group in unit.groups:
-                group.pass_id = self._pass_id
+                group.gradients.pass_id = self._pass_id
 
     def _is_final(self, unit: Unit) -> bool:
         if unit.pending_writes():
@@ -293,8 +293,8 @@ class Engine:
         for unit in self.units:
             for group in unit.groups:
                 if group.placements.gradients_sharded:
-                    group.full_grad = None
-                group.window_open = False
+                    group.gradients.full_grad = None
+                group.gradients.window_open = False
 
     # --- reductions ------------------------------------------------------------
 
@@ -306,9 +306,9 @@ class Engine:
         with record_function(f"fsdp.reduce {unit.name}"), torch.no_grad():
             for group in groups:
                 temporary = group.placements.gradients_sharded
-                group.close_window()
+                group.gradients.close_window()
                 if temporary and not now:
-                    group.defer()
+                    group.gradients.defer()
                 if not (now if temporary else last):
                     continue
                 sharded = group.placements.optimizer_sharded
@@ -319,7 +319,7 @@ class Engine:
             for (comm, sharded), members in by_comm.items():
                 with self.streams.reduce():
                     launch = comm.reduce_scatter if sharded else comm.all_reduce
-                    reduction = launch([group.take_wire() for group in members])
+                    reduction = launch([group.gradients.take_wire() for group in members])
                 self._in_flight.append((members, reduction, last))
         for _, reduction, _ in self._in_flight:
             reduction.poll()
@@ -331,7 +331,7 @@ class Engine:
         with torch.no_grad(), self.streams.reduce():
             reduction.wait()
             for group, total in zip(members, reduction.results, strict=True):
-                group.deliver_inner(total)
+                group.gradients.deliver_inner(total)
             reduction.results = []
             if last or members[0].comms.outer_gather.size == 1:
                 self._reduce_outer(members)
@@ -339,7 +339,7 @@ class Engine:
 
     def _reduce_outer(self, members: list[ParamGroup]) -> None:
         comm = members[0].comms.outer_reduce
-        partials = [group.partial for group in members if group.partial is not None]
+        partials = [group.gradients.partial for group in members if group.gradients.partial is not None]
         if comm.size > 1:
             sharded = members[0].placements.outer_sharded
             reduction = (comm.reduce_scatter if sharded else comm.all_reduce)(partials)
@@ -347,7 +347,7 @@ class Engine:
             partials = reduction.results
         results = iter(partials)
         for group in members:
-            group.expose(None if group.partial is None else next(results))
+            group.gradients.expose(None if group.gradients.partial is None else next(results))
 
     def _end_reductions(self) -> None:
         if self.wait_at_end_of_backward:
@@ -371,8 +371,8 @@ class Engine:
 
     @staticmethod
     def _has_unreduced(group: ParamGroup) -> bool:
-        return group.deferred is not None or group.window_open or (
-            group.partial is not None and group.comms.outer_gather.size > 1
+        return group.gradients.deferred is not None or group.gradients.window_open or (
+            group.gradients.partial is not None and group.comms.outer_gather.size > 1
         )  # fmt: skip
 
     def _agree_on_order(self) -> None:

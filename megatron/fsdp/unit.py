@@ -87,7 +87,7 @@ class Unit:
 
     def pending_writes(self) -> int:
         """Number of delayed wgrads that have not run."""
-        return sum(group.pending_writes() for group in self.groups)
+        return sum(group.gradients.pending_writes() for group in self.groups)
 
 
 def _backward_needs_parameters(module: nn.Module) -> bool:

@@ -211,7 +211,7 @@ class FullyShardedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Forget all gradients."""
         for group in self.groups:
-            group.discard_gradients()
+            group.gradients.discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as `zero_grad_buffer`."""
@@ -221,8 +221,8 @@ class FullyShardedDataParallel(nn.Module):
         """Multiply every reduced gradient by `factor`."""
         with torch.no_grad():
             for group in self.groups:
-                if group.grad is not None:
-                    group.grad.mul_(factor)
+                if group.gradients.grad is not None:
+                    group.gradients.grad.mul_(factor)
 
     def broadcast_params(self) -> None:
         """Make replicas of main parameters equal to those of their first rank."""
