@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.models.mlp import set_weight_init
 from megatron.models.rope import apply_rotary
+from megatron.parallel.query_groups import QueryGroups
 
 if TYPE_CHECKING:
     from megatron.models.block import AttentionInputs, LayerContext
@@ -17,29 +18,22 @@ if TYPE_CHECKING:
 class SelfAttention(nn.Module):
     """Norm, linear_qkv, q/k norm, rotary positions, core_attention, linear_proj.
 
-    Rows of linear_qkv go by query group: the group's query heads, its key, its value (Megatron's layout), so
-    that a tensor-parallel cut is a cut between groups.
+    Rows of linear_qkv go by query group: the group's query heads, its key, its value (Megatron's layout).
+    Tensor-parallel ranks hold whole groups, or share them (megatron/parallel/query_groups.py).
     """
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         config, backend = context.config, context.backend
-        tp_size = context.mesh.size("tp")
-        if config.num_query_groups % tp_size:
-            raise ValueError(
-                f"--num-query-groups {config.num_query_groups} does not divide by "
-                f"--tensor-model-parallel-size {tp_size}: lower that size or raise the number of groups"
-            )
-        self._local_groups = config.num_query_groups // tp_size
-        self._heads_per_group = config.num_attention_heads // config.num_query_groups
-        self._head_dim = config.kv_channels
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        self._groups = QueryGroups(heads, groups, config.kv_channels, context.mesh)
         self._interleaved = config.rotary.interleaved
         self._checkpoint = backend.checkpoint if config.recompute.selects("core_attn") else None
         self._build_projections(context)
         self.core_attention = backend.DotProductAttention(
-            config.num_attention_heads,
+            heads,
             config.kv_channels,
-            num_gqa_groups=config.num_query_groups,
+            num_gqa_groups=max(groups, context.mesh.size("tp")),  # ranks that share a group hold it each
             attention_dropout=config.attention_dropout,
             attn_mask_type="causal",
             softmax_scale=config.softmax_scale,
@@ -76,7 +70,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape."""
-        query, key, value = self._split_heads(self.linear_qkv(hidden))
+        query, key, value = self._groups.split(self.linear_qkv(hidden))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if inputs.rotary is not None:
@@ -87,14 +81,6 @@ class SelfAttention(nn.Module):
         else:
             attended = self._checkpoint(self._attend, query, key, value, inputs)
         return self.linear_proj(attended)
-
-    def _split_heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, rows of this rank] -> query [s, b, heads, d], key and value [s, b, groups, d]."""
-        s, b = mixed.shape[:2]
-        per_group, dim = self._heads_per_group, self._head_dim
-        mixed = mixed.view(s, b, self._local_groups, (per_group + 2) * dim)
-        query, key, value = mixed.split((per_group * dim, dim, dim), dim=-1)
-        return query.reshape(s, b, self._local_groups * per_group, dim), key, value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: AttentionInputs) -> Tensor:
         if inputs.documents is not None:

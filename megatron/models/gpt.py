@@ -77,8 +77,8 @@ class Embedding(nn.Module):
         length, rows = tokens.shape[1] * self._context_size, self.position_embeddings.num_embeddings
         if length > rows:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than --max-position-embeddings {rows}: raise that or "
-                "shorten the sequence (--seq-length)"
+                f"a sequence of {length} tokens is longer than --max-position-embeddings {rows}: "
+                "raise that or shorten the sequence (--seq-length)"
             )
 
 

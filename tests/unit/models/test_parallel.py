@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
+from megatron.models.config import RecomputeConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
 from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
 from megatron.parallel.context.balance import split
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
+from megatron.parallel.random import RngStreams
 from tests.pool import run_ranks
 from tests.unit.models.helpers import random_batch, relative_error, tiny_config
 
@@ -122,3 +124,41 @@ def test_equals_one_rank(model, name, sizes, sequence_parallel, documents):
         assert all(torch.equal(value, first[key]) for key, value in replicas.items()), (
             "replicas differ over tp"
         )
+
+
+def run_dropout(rank, world_size, sequence_parallel, recompute):
+    """Two steps' losses, and the gradients, of a tensor-parallel model with dropout."""
+    mesh = ParallelMesh(ParallelSizes(tensor=world_size))
+    config = tiny_config(**{**SHAPE, "attention_dropout": 0.3, "hidden_dropout": 0.3, "recompute": recompute})
+    streams = RngStreams.for_mesh(5, mesh)
+    options = LayerOptions.from_mesh(mesh, sequence_parallel=sequence_parallel, device="meta", rng=streams)
+    model = materialise(GPTModel(config, TorchBackend(options), mesh), Initializer(21, mesh))
+    masks = []
+    for block in model.decoder.layers.values():
+        block.hidden_dropout.register_forward_hook(lambda module, args, out: masks.append(out == 0))
+    tokens, labels = random_batch(config, length=LENGTH)
+    losses = [model(tokens, labels=labels) for _ in range(2)]
+    forward_masks = torch.stack(masks)
+    sum(item.sum() for item in losses).backward()
+    values = torch.stack(losses).detach()
+    return values, [parameter.grad for parameter in model.parameters()], forward_masks
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+def test_dropout_under_tensor_parallelism(sequence_parallel):
+    """Hidden states that ranks share lose the same channels, pieces of a sequence different ones; recompute replays
+    every stream: the same bits.
+    """
+    plain = run_ranks(run_dropout, 2, sequence_parallel, RecomputeConfig(), timeout=120)
+    masks = [item[2] for item in plain]
+    assert 0.25 < masks[0].float().mean() < 0.35
+    assert torch.equal(masks[0], masks[1]) is not sequence_parallel
+    assert torch.equal(plain[0][0], plain[1][0])
+    for recompute in (
+        RecomputeConfig("full", "uniform", 2),
+        RecomputeConfig("selective", modules=("core_attn", "mlp")),
+    ):
+        again = run_ranks(run_dropout, 2, sequence_parallel, recompute, timeout=120)
+        for expected, got in zip(plain, again, strict=True):
+            assert torch.equal(expected[0], got[0])
+            assert all(torch.equal(a, b) for a, b in zip(expected[1], got[1], strict=True))
