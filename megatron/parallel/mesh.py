@@ -95,7 +95,7 @@ class ParallelMesh:
             return self.group(axis)
         key = (axis, tuple(position for block in blocks for position in (*block, -1)))
         if key not in self._groups:
-            self._make_all()
+            self._make_all(axis)
             cut = blocks if _splits_communicators() else [mine]
             whole = all_groups(self.sizes, axis) if _splits_communicators() else [self.ranks(axis)]
             self._groups[key] = self._make([[ranks[p] for p in sorted(b)] for ranks in whole for b in cut])
@@ -124,11 +124,7 @@ class ParallelMesh:
         return DeviceMesh.from_group(groups, self.device_type, mesh=torch.tensor(rows), mesh_dim_names=axes)
 
     def _group(self, axis: str) -> ProcessGroup:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"axis {axis} of size {self.size(axis)} needs torch.distributed.init_process_group"
-            )
-        self._make_all()
+        self._make_all(axis)
         return self._groups[self._key(axis)]
 
     def _key(self, axis: str) -> _Key:
@@ -136,9 +132,13 @@ class ParallelMesh:
         pattern = tuple(group_ranks(self.sizes, 0, axis))
         return ("alone" if len(pattern) == 1 else FAMILY[axis], pattern)
 
-    def _make_all(self) -> None:
+    def _make_all(self, wanted: str) -> None:
         if self._groups:
             return
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"axis {wanted} of size {self.size(wanted)} needs torch.distributed.init_process_group"
+            )
         for axis in AXES:
             key = self._key(axis)
             if key not in self._groups:

@@ -11,7 +11,7 @@ from megatron.models.attention import SelfAttention, document_mask
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.block import LayerContext
-from megatron.parallel.mesh import ParallelMesh, ParallelSizes
+from megatron.parallel.mesh import ParallelMesh
 from tests.unit.models.helpers import tiny_config
 
 
@@ -35,7 +35,7 @@ def test_rows_of_the_projection_go_by_query_group(groups):
     layer = SelfAttention(LayerContext(config, TorchBackend(LayerOptions()), ParallelMesh.single(), 1))
     rows = config.qkv_projection_size
     per_group, d = 4 // groups, 8
-    query, key, value = layer._split_heads(torch.arange(rows).expand(3, 2, rows))
+    query, key, value = layer._groups.split(torch.arange(rows).expand(3, 2, rows))
     assert query.shape == (3, 2, 4, d) and key.shape == value.shape == (3, 2, groups, d)
     for group in range(groups):
         start = group * (per_group + 2) * d
@@ -43,9 +43,3 @@ def test_rows_of_the_projection_go_by_query_group(groups):
             assert query[0, 0, group * per_group + head, 0] == start + head * d
         assert key[2, 1, group, 0] == start + per_group * d
         assert value[2, 1, group, d - 1] == start + (per_group + 2) * d - 1
-
-
-def test_fewer_groups_than_tensor_ranks_are_refused():
-    mesh = ParallelMesh(ParallelSizes(tensor=4), rank=0)
-    with pytest.raises(ValueError, match="--num-query-groups 2 .* --tensor-model-parallel-size 4"):
-        SelfAttention(LayerContext(tiny_config(num_query_groups=2), TorchBackend(LayerOptions()), mesh, 1))

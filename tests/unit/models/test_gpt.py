@@ -321,7 +321,10 @@ def test_annotations_say_how_weights_are_cut():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_query_groups": 2}, "--num-query-groups 2 does not divide by --tensor-model-parallel-size 4"),
+        (
+            {"num_attention_heads": 2},
+            "--num-attention-heads 2 does not divide by --tensor-model-parallel-size 4",
+        ),
         ({"ffn_hidden_size": 42}, "--ffn-hidden-size 42"),
         ({}, "padded vocabulary .* 61"),
     ],

@@ -91,6 +91,7 @@ def run_rank(rank, world_size, changes, sizes, sequence_parallel, documents):
 CASES = [
     ("tp2", {"tensor": 2}, False, False),
     ("tp2-sp", {"tensor": 2}, True, False),
+    ("tp4-sp", {"tensor": 4}, True, False),  # fewer query groups than ranks for the second model
     ("cp2", {"context": 2}, False, False),
     ("cp2-documents", {"context": 2}, False, True),
     ("tp2-sp-cp2", {"tensor": 2, "context": 2}, True, False),
