@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.train.data.config import SPLITS, Blend, DataConfig, validate_config
+from megatron.train.data.config import (
+    DEFAULT_SPLIT,
+    SPLITS,
+    Blend,
+    DataConfig,
+    split_shares,
+    validate_config,
+)
 from megatron.train.data.core_import import quiet_core
 from megatron.train.data.files import IndexedFiles, check_indexed_files, check_vocabulary
 from megatron.train.data.iterators import DataIterator, DataIterators, LoaderOptions
@@ -75,7 +82,7 @@ def validate_data(config: DataConfig) -> dict[str, IndexedFiles]:
     """Check all files that ``config`` names, in seconds, without megatron.core; return what they hold.
 
     Raises:
-        ValueError: a file is missing or corrupt, or holds ids that the vocabulary has not.
+        ValueError: a file is missing or corrupt, holds ids that the vocabulary has not, or too few documents.
     """
     blends = [config.blend] if config.blend else [blend for blend in config.blend_per_split or () if blend]
     files: dict[str, IndexedFiles] = {}
@@ -84,7 +91,40 @@ def validate_data(config: DataConfig) -> dict[str, IndexedFiles]:
             if prefix not in files:
                 files[prefix] = check_indexed_files(prefix, blend.flag)
                 check_vocabulary(files[prefix], config.tokenizer.vocab_size, blend.flag)
+    _wanted_parts(config, files)
     return files
+
+
+def _wanted_parts(config: DataConfig, files: dict[str, IndexedFiles]) -> list[bool]:
+    """Return which of train, valid and test take part of the common documents of --data-path.
+
+    A set without planned samples, or with a share of 0, is left out. So is a test set that the default split makes
+    too small for one document: nobody asked for it.
+
+    Raises:
+        ValueError: another share is too small for one document of each corpus, or there is none to train on.
+    """
+    if config.blend is None:
+        return [config.samples(split) != 0 for split in range(3)]
+    shares = split_shares(config.split or DEFAULT_SPLIT)
+    wanted = [config.samples(split) != 0 and shares[split] > 0 for split in range(3)]
+    if config.train_samples and not wanted[0]:
+        raise ValueError(f"--split {config.split} gives nothing to train: give it a share, such as 969,30,1")
+    bounds = [0.0, shares[0], shares[0] + shares[1], 1.0]
+    for split, name in enumerate(SPLITS):
+        for prefix in config.blend.prefixes if wanted[split] else ():
+            count = files[prefix].sequences
+            if round(bounds[split + 1] * count) > round(bounds[split] * count):
+                continue
+            if split == 2 and config.split == DEFAULT_SPLIT:
+                wanted[split] = False
+                continue
+            unless = "" if split == 0 else ", or pass --eval-iters 0"
+            raise ValueError(
+                f"--split {config.split} leaves none of the {count} documents of {prefix} for {name}: give {name} a "
+                f"larger share or a path of its own (--{name}-data-path){unless}"
+            )
+    return wanted
 
 
 def _build_datasets(config: DataConfig, files: dict[str, IndexedFiles]) -> Sequence[Any]:
@@ -118,9 +158,9 @@ def _build_datasets(config: DataConfig, files: dict[str, IndexedFiles]) -> Seque
         )
         if core.split_matrix is not None:  # leave out what nobody will read: it may well be empty
             core.split_matrix = [
-                None if sizes[split] == 0 else part for split, part in enumerate(core.split_matrix)
+                part if wanted else None
+                for part, wanted in zip(core.split_matrix, _wanted_parts(config, files), strict=True)
             ]
-            _refuse_missing_shares(config, core.split_matrix, sizes)
         kind = gpt_samples.MockSamples if config.mock else gpt_samples.GPTSamples
         try:
             return gpt_samples.SampleBuilder(kind, sizes, lambda: True, core).build()
@@ -129,15 +169,6 @@ def _build_datasets(config: DataConfig, files: dict[str, IndexedFiles]) -> Seque
                 f"--mid-level-dataset-surplus {config.mid_level_dataset_surplus} is too small for this "
                 "blend: double it"
             ) from error
-
-
-def _refuse_missing_shares(config: DataConfig, matrix: Sequence[Any], sizes: Sequence[int | None]) -> None:
-    for name, part, size in zip(SPLITS, matrix, sizes, strict=True):
-        # Nobody has to give a test share to train: that set is simply not there.
-        if part is None and size != 0 and name == "train":
-            raise ValueError(
-                f"--split {config.split} gives nothing to train: give it a share, such as 969,30,1"
-            )
 
 
 def _core_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:

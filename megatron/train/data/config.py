@@ -11,7 +11,7 @@ from typing import Any
 from megatron.train.tokenizers import Tokenizer
 
 SPLITS = ("train", "valid", "test")
-_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
+DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DataConfig:
         tokenizer: gives vocab_size, eod and the identity of cached indices.
         blend: one distribution, divided by ``split``; or
         blend_per_split: (train, valid, test), each may be None; or neither: mock data.
-        split: weights of train, valid and test, such as "969, 30, 1".
+        split: weights of train, valid and test, such as "969, 30, 1". Whole documents are divided.
         train_samples, valid_samples, test_samples: how many are planned; 0 leaves that set out. valid_samples
             is ignored with full_validation.
         seed: order of documents and samples.
@@ -111,7 +111,7 @@ def data_config_from_args(args: Any, tokenizer: Tokenizer) -> DataConfig:
         test_samples=test,
         blend=blend,
         blend_per_split=per_split,
-        split=None if per_split is not None else split or _DEFAULT_SPLIT,
+        split=None if per_split is not None else split or DEFAULT_SPLIT,
         dataloader_type=loader,
         pin_memory=_cuda_is_there(),
         **_plain_fields(args),
@@ -154,7 +154,7 @@ def validate_config(config: DataConfig) -> DataConfig:
             "validation corpora with --train-data-path and --valid-data-path"
         )
     if config.blend is not None:
-        split_shares(config.split or _DEFAULT_SPLIT)
+        split_shares(config.split or DEFAULT_SPLIT)
     return config
 
 

@@ -37,8 +37,8 @@ def import_core_datasets() -> None:
             raise ValueError(
                 "megatron-core is not installed: pip install megatron-core (it reads the data)"
             ) from None
-        except RuntimeError:
-            # A half installed optional package. Hide it for the time of this import only.
+        except (RuntimeError, OSError, AssertionError):
+            # A half installed Transformer Engine (which megatron.core imports): hide it for this import only.
             _forget("megatron.core")
             with _hidden("transformer_engine"):
                 importlib.import_module("megatron.core")

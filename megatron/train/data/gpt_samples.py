@@ -228,11 +228,9 @@ def _check_enough(
     """Refuse a split without tokens (megatron-core would count epochs for ever) or without one sample."""
     tokens = int(np.sum(dataset.sequence_lengths[documents], dtype=np.int64))
     if tokens == 0:
-        unless = "" if split == Split.train else ", or pass --eval-iters 0"
         raise ValueError(
-            f"--split {config.split} leaves no text of {path} for {split.name} "
-            f"({len(dataset.sequence_lengths)} documents in all): give {split.name} a larger share or a path "
-            f"of its own (--{split.name}-data-path){unless}"
+            f"{path}: the {len(documents)} documents for {split.name} hold no text: give {split.name} a larger share "
+            f"in --split or a path of its own (--{split.name}-data-path)"
         )
     padded = split == Split.valid and not config.drop_last_partial_validation_sequence
     if samples is None and tokens < config.sequence_length + 1 and not (padded and tokens > 1):

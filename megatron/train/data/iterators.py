@@ -16,7 +16,8 @@ What a resumed run reads (D05, D10, D12):
   set stopped (Megatron's rule); --full-validation reads the whole set at every evaluation and keeps nothing.
   A set that the checkpoint does not know begins at its beginning.
 - if the data are not those of the checkpoint, the count of consumed samples is kept and applied to the new
-  order, and a warning says so and what changed. To read new data from their beginning, start with --finetune.
+  order, and ``load_state_dict`` returns a sentence that says so and what changed, for the log. To read new data
+  from their beginning, start with --finetune.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class DataIterator:
         return {"consumed_samples": self.consumed_samples, "identity": dict(self._identity)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Go to a saved position; return what changed in the data since, as sentences (also warned of)."""
+        """Go to a saved position; return sentences on what changed in the data since."""
         self.seek(int(state["consumed_samples"]))
         saved = state.get("identity", {})
         changed = sorted(
@@ -195,7 +196,11 @@ class DataIterators:
         return {iterator.name: iterator.state_dict() for iterator in self._all()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Go to the saved places; a set that ``state`` lacks keeps its own. Return what changed and warn."""
+        """Go to the saved places; a set that ``state`` lacks keeps its own.
+
+        Returns:
+            Sentences on what changed in the data since, for the caller to report once (every rank gets them).
+        """
         messages: list[str] = []
         for iterator in self._all():
             if iterator.name in state:
@@ -205,8 +210,6 @@ class DataIterators:
                     f"the checkpoint knows no {iterator.name} data: they begin at sample "
                     f"{iterator.consumed_samples}"
                 )
-        for message in messages:
-            warnings.warn(message, stacklevel=2)
         return tuple(messages)
 
     def close(self) -> None:

@@ -257,8 +257,7 @@ def test_each_validation_set_has_its_own_counter(tmp_path: Path) -> None:
 def test_a_set_that_the_checkpoint_does_not_know_begins_anew(prefix: str) -> None:
     state = build_data_iterators(data_config(prefix)).state_dict()
     more = build_data_iterators(data_config(prefix, split="1,1,0", valid_samples=4))
-    with pytest.warns(UserWarning):
-        messages = more.load_state_dict(state)
+    messages = more.load_state_dict(state)
     assert any("knows no valid data: they begin at sample 0" in message for message in messages)
 
 
@@ -294,8 +293,11 @@ def test_changed_data_are_warned_of(prefix: str, tmp_path: Path) -> None:
     }
     for what, config in changes.items():
         changed = build_data_iterators(config)
-        with pytest.warns(UserWarning, match="going on at sample 4 of the new order.*--finetune"):
-            (message,) = changed.load_state_dict(state)
+        (message,) = changed.load_state_dict(state)
+        assert (
+            "going on at sample 4 of the new order. To read them from the beginning, pass --finetune"
+            in message
+        )
         assert all(word in message for word in what.split(", "))
         assert changed.train is not None and changed.train.consumed_samples == 4
 
@@ -365,8 +367,22 @@ def test_bad_data_are_refused(prefix: str, tmp_path: Path) -> None:
     refused(
         f"token id {TOTAL}, but the vocabulary has 101", data_config(prefix, tokenizer=null_tokenizer(100))
     )
-    refused("--split 1,0.001,0 leaves no text", data_config(prefix, split="1,0.001,0", valid_samples=4))
+    refused(
+        "--split 1,0.001,0 leaves none of the 40", data_config(prefix, split="1,0.001,0", valid_samples=4)
+    )
+    refused("--split 99,0,1 leaves none .* for test", data_config(prefix, split="99,0,1", test_samples=4))
     refused("--split 0,1,0 gives nothing to train", data_config(prefix, split="0,1,0"))
+
+
+def test_documents_without_text_for_a_set(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path / "corpus", [*unique_documents([30] * 3), []])
+    refused("the 1 documents for valid hold no text", data_config(path, split="3,1,0", valid_samples=4))
+
+
+def test_default_split_needs_no_test_documents(prefix: str) -> None:
+    """Of 40 documents 969,30,1 leaves one for validation and none for a test that nobody asked for."""
+    found = build_data_iterators(data_config(prefix, split="969, 30, 1", valid_samples=4, test_samples=4))
+    assert len(found.valid) == 1 and found.test is None
 
 
 def test_an_id_outside_the_vocabulary_is_named_by_a_worker_too(
