@@ -48,8 +48,8 @@ tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model data/shakes
     --append-eod --workers "$cores" --output-prefix "$folder/text" --log-interval 1000000
 data="$folder/text_text_document"
 
-train_iters=200
-first_iters=150
+train_iters=300
+first_iters=200
 model=(
     --num-layers 4 --hidden-size 192 --num-attention-heads 6 --group-query-attention --num-query-groups 2
     --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
@@ -57,14 +57,14 @@ model=(
     --attention-dropout 0 --hidden-dropout 0
 )
 training=(
-    --train-iters "$train_iters" --micro-batch-size 8 --global-batch-size 16
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 20
+    --train-iters "$train_iters" --micro-batch-size 4 --global-batch-size 8
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 30
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --data-path "$data" --split 90,10,0 --data-cache-path "$folder/cache" --num-workers 0
-    --eval-interval 50 --eval-iters 10
-    --save "$folder/checkpoints" --save-interval 50 --load "$folder/checkpoints"
-    --log-interval 10 --log-throughput
+    --eval-interval 50 --eval-iters 20
+    --save "$folder/checkpoints" --save-interval 100 --load "$folder/checkpoints"
+    --log-interval 20 --log-throughput
     --metrics-file "$folder/metrics.jsonl" --tensorboard-dir "$folder/tensorboard"
 )
 pretrain() {

@@ -43,12 +43,13 @@ class Sampling:
 
     temperature: divides the logits; 0 takes the most likely token. top_k: only the k most likely tokens, 0 is
     off. top_p: only the most likely tokens that together reach this probability, 1 is off
-    (https://arxiv.org/abs/1904.09751).
+    (https://arxiv.org/abs/1904.09751). seed: of the draws.
     """
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 0.95
+    seed: int = 1234
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -81,7 +82,6 @@ def generate(
     *,
     context: int,
     sampling: Sampling,
-    generator: torch.Generator,
     stop: int | None = None,
 ) -> list[int]:
     """Return up to `num_tokens` ids that continue `prompt`.
@@ -92,6 +92,7 @@ def generate(
         context: longest s; older tokens fall out.
         stop: id that ends the text, and is left out.
     """
+    generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt)
     for _ in range(num_tokens):
         logits = logits_of(torch.tensor([ids[-context:]]))
@@ -155,7 +156,7 @@ def run(args: argparse.Namespace) -> str:
     """
     from megatron.train.tokenizers import build_tokenizer
 
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     if args.num_tokens < 1:
         raise ValueError(f"--num-tokens {args.num_tokens}: give 1 or more")
     config, iteration = single_rank_config(args.load, args.ckpt_step)
@@ -173,7 +174,6 @@ def run(args: argparse.Namespace) -> str:
         args.num_tokens,
         context=min(config.max_position_embeddings, config.seq_length),
         sampling=sampling,
-        generator=torch.Generator().manual_seed(args.seed),
         stop=tokenizer.eod,
     )
     return tokenizer.detokenize(prompt + ids)

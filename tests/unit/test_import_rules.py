@@ -57,6 +57,7 @@ MAX_PARAMETERS = 6
 ALLOWED_SIZES: dict[str, str] = {}
 ALLOWED_PARAMETERS = {
     "megatron/models/backends/": "Transformer Engine's constructor and forward signatures",
+    "megatron/fsdp/api.py::fully_shard": "torch's signature of it, and strategy",
     "megatron/parallel/context/attention.py::context_parallel_attention": "the operands and options of attention",
     "megatron/train/data/index_helpers.py::build_sample_idx_int32": "megatron-core's signature",
 }

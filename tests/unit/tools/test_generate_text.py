@@ -58,7 +58,6 @@ def run_generate(num_tokens: int, stop: int | None = None, seen: list[list[int]]
         num_tokens,
         context=3,
         sampling=Sampling(),
-        generator=torch.Generator().manual_seed(0),
         stop=stop,
     )
 
