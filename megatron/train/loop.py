@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from megatron.parallel.context.balance import split_batch
 from megatron.train.arguments.batch import batch_schedule
 from megatron.train.build import Run, step_options
 from megatron.train.checkpoint import Progress
@@ -41,11 +42,14 @@ def train(run: Run, reporter: Reporter) -> Progress:
             reporter.close()
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`."""
-    if device.type == "cpu":
+def local_batch(batch: Batch, run: Run) -> Batch:
+    """This rank's part of a batch, on its device. All context-parallel ranks read whole sequences."""
+    parts = run.mesh.size("cp")
+    if parts > 1:
+        batch = cast(Batch, split_batch(batch, parts, run.mesh.rank("cp")))
+    if run.device.type == "cpu":
         return batch
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
 
 
 class _Loop:
@@ -94,7 +98,7 @@ class _Loop:
     def _batches(self) -> Iterator[Batch]:
         assert self.run.data.train is not None
         for batch in self.run.data.train:
-            yield to_device(batch, self.run.device)
+            yield local_batch(batch, self.run)
 
     def _iteration(self, batches: Iterator[Batch]) -> StepResult | None:
         """One iteration; None where its batch was read and skipped (--iterations-to-skip)."""
@@ -188,7 +192,7 @@ class _Loop:
         config = self.config
         share = config.eval_micro_batch_size * config.data_parallel_size
         count = config.eval_iters * (config.eval_global_batch_size // share)
-        batches = (to_device(batch, self.run.device) for batch in iterator.evaluation(count))
+        batches = (local_batch(batch, self.run) for batch in iterator.evaluation(count))
         model = cast(nn.Module, self.run.state.model)
         return evaluate(model, batches, self.run.mesh, device=self.run.device)
 
