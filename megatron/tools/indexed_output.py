@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,8 @@ class IndexedOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._builder.data_file.close()
+        with contextlib.suppress(OSError):  # a full disk, which is being reported already
+            self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
             Path(f"{self._temporary}{suffix}").unlink(missing_ok=True)
 

@@ -197,6 +197,23 @@ def test_a_killed_worker_ends_the_command(
     assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_named(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_core_datasets()
+    from megatron.core.datasets import indexed_dataset
+
+    class FullDisk(indexed_dataset.IndexedDatasetBuilder):
+        def __init__(self, path: str, dtype: Any) -> None:
+            super().__init__("/dev/full", dtype)
+            Path(path).write_bytes(b"half")
+
+    monkeypatch.setattr(indexed_dataset, "IndexedDatasetBuilder", FullDisk)
+    source = write_lines(tmp_path / "corpus.jsonl", TEXTS * 20)
+    status, error = preprocess(capsys, "--input", source, "--output-prefix", tmp_path / "out" / "a")
+    assert status == 1 and error == f"preprocess_data: {tmp_path / 'out' / 'a'}: No space left on device\n"
+    assert not os.listdir(tmp_path / "out")
+
+
 def test_command_line_says_nothing_but_its_result(tmp_path: Path) -> None:
     """In a process of its own: no warnings from anything that it imports."""
     source = write_lines(tmp_path / "corpus.jsonl", TEXTS)
