@@ -27,6 +27,9 @@ from megatron.parallel.tensor import LinearPlan, rows
 CHUNK_ELEMENTS = 1 << 21
 """Logits in a chunk (8 MB in fp32)."""
 
+LINEAR_CHUNK_ELEMENTS = 1 << 23
+"""The same for linear_cross_entropy, which reads and writes the whole weight gradient once per chunk: fewer, larger."""
+
 
 def naive_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int | None = None) -> Tensor:
     """The oracle: fp32 loss [...] of whole logits [..., V] against labels [...]."""
@@ -70,8 +73,8 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, plan, num_real)
 
 
-def _chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
-    step = max(16, CHUNK_ELEMENTS // max(1, num_columns))
+def _chunks(num_rows: int, num_columns: int, elements: int) -> Iterator[slice]:
+    step = max(16, elements // max(1, num_columns))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 
@@ -137,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
         statistics = _Statistics(labels, (flat.shape[1], num_real), group, logits.dtype)
-        for chunk in _chunks(*flat.shape):
+        for chunk in _chunks(flat.shape[0], flat.shape[1], CHUNK_ELEMENTS):
             statistics.add(chunk, flat[chunk])
         loss, log_sum = statistics.finish()
         ctx.statistics, ctx.shape = statistics, logits.shape
@@ -149,7 +152,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, log_sum = ctx.saved_tensors
         flat = logits.reshape(-1, ctx.shape[-1])
         out = torch.empty_like(flat)
-        for chunk in _chunks(*flat.shape):
+        for chunk in _chunks(flat.shape[0], flat.shape[1], CHUNK_ELEMENTS):
             out[chunk] = ctx.statistics.gradient(chunk, flat[chunk], log_sum, grad.reshape(-1))
         return out.view(ctx.shape), None, None, None
 
@@ -162,7 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         whole = launch_all_gather(hidden, plan.group).wait() if plan.gather_input else hidden
         x = rows(whole)
         statistics = _Statistics(labels, (weight.shape[0], num_real), plan.group, hidden.dtype)
-        for chunk in _chunks(x.shape[0], weight.shape[0]):
+        for chunk in _chunks(x.shape[0], weight.shape[0], LINEAR_CHUNK_ELEMENTS):
             statistics.add(chunk, x[chunk] @ weight.t())
         loss, log_sum = statistics.finish()
         ctx.statistics, ctx.plan, ctx.weight = statistics, plan, weight
@@ -184,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         accumulate = ctx.accumulate or fused is None
         buffer = unfused if fused is None else fused
-        for chunk in _chunks(x.shape[0], weight.shape[0]):
+        for chunk in _chunks(x.shape[0], weight.shape[0], LINEAR_CHUNK_ELEMENTS):
             logits_grad = statistics.gradient(chunk, x[chunk] @ weight.t(), log_sum, grad.reshape(-1))
             if hidden_grad is not None:
                 torch.mm(logits_grad, weight, out=hidden_grad[chunk])

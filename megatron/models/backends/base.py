@@ -25,14 +25,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-
-from megatron.parallel.loss import linear_cross_entropy
-from megatron.parallel.tensor import LinearPlan
 
 if TYPE_CHECKING:
     from megatron.parallel.mesh import ParallelMesh
@@ -265,17 +262,13 @@ class Backend(ABC):
     def needs_backward_dw(self, module: nn.Module) -> bool:
         """True where `module.backward_dw()` must be called after backward (delayed weight gradients)."""
 
-    def linear_cross_entropy(
-        self, head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, num_real: int | None = None
-    ) -> torch.Tensor:
-        """Loss of each token, [s, b], without the logits ever existing as a whole.
+    def VocabParallelHead(self, in_features: int, out_features: int, *, init_std: float = 0.02) -> nn.Module:
+        """Head cut over tp along the vocabulary; parameter weight [out_features / tp, in_features].
 
-        Args:
-            head: a column-parallel Linear without bias; only its weight is used, and its wgrad is not
-                delayed.
-            hidden: [s, b, h] as the head takes it. labels: [s, b], global words.
-            num_real: this rank's rows of the head that are no padding; None: all.
+        forward(hidden, labels=None, num_real=None) gives this rank's logits, or with labels [s, b] the loss of each
+        token [s, b] from its first num_real words, worked off in chunks: logits never exist as a whole, for one more
+        GEMM in backward. It is a layer of its own so that FSDP gathers its weight. The same for every backend.
         """
-        options = self.options
-        plan = LinearPlan(options.tp_group, options.sequence_parallel, options.fuse_wgrad_accumulation)
-        return linear_cross_entropy(hidden, cast(torch.Tensor, head.weight), labels, plan, num_real)
+        from megatron.models.backends.torch.head import VocabParallelHead
+
+        return VocabParallelHead(in_features, out_features, init_std=init_std, options=self.options)

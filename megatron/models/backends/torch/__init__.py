@@ -4,6 +4,7 @@ from megatron.models.backends.torch.attention import DotProductAttention
 from megatron.models.backends.torch.backend import TorchBackend
 from megatron.models.backends.torch.embedding import VocabParallelEmbedding
 from megatron.models.backends.torch.grouped import GroupedLinear
+from megatron.models.backends.torch.head import VocabParallelHead
 from megatron.models.backends.torch.linear import LayerNormLinear, Linear
 from megatron.models.backends.torch.mlp import LayerNormMLP
 from megatron.models.backends.torch.norm import LayerNorm, RMSNorm
@@ -18,4 +19,5 @@ __all__ = [
     "RMSNorm",
     "TorchBackend",
     "VocabParallelEmbedding",
+    "VocabParallelHead",
 ]

@@ -157,7 +157,7 @@ def embedding_and_head(rank: int, world_size: int) -> dict[str, Any]:
         )
         backend = TorchBackend(options)
         embedding = backend.VocabParallelEmbedding(VOCABULARY, HIDDEN, num_padded_embeddings=PADDED)
-        head = backend.Linear(HIDDEN, PADDED, bias=False, parallel_mode="column")
+        head = backend.VocabParallelHead(HIDDEN, PADDED)
         head.weight = embedding.weight
         torch.manual_seed(2)
         whole = torch.randn(VOCABULARY, HIDDEN)
@@ -169,7 +169,7 @@ def embedding_and_head(rank: int, world_size: int) -> dict[str, Any]:
         _prepare_fused(embedding, fused)
         hidden = embedding(tokens)
         if chunked:
-            losses = backend.linear_cross_entropy(head, hidden, labels.t(), mine.shape[0])
+            losses = head(hidden, labels.t(), mine.shape[0])
         else:
             losses = vocab_parallel_cross_entropy(head(hidden), labels.t(), mesh.group("tp"), mine.shape[0])
         (losses * torch.arange(1.0, SEQUENCE + 1)[:, None]).sum().backward()
