@@ -60,7 +60,12 @@ def _entries(content: Mapping[object, object]) -> Iterator[tuple[str, object]]:
 
 
 def _words(key: str, value: object, by_dest: Mapping[str, tuple[Flag, ...]]) -> list[str]:
-    candidates = _flags_for(key, by_dest)
+    candidates, by_name = _flags_for(key, by_dest)
+    if by_name and isinstance(candidates[0].type, Switch):
+        # The name of a switch: true means that it is given ("no_mmap_bin_files: true").
+        if not isinstance(value, bool):
+            raise ValueError(f"{key}: {candidates[0].name} takes true or false, not {value!r}")
+        return [candidates[0].name] if value else []
     if value is None or value == candidates[0].default:
         if candidates[0].default != value:
             raise ValueError(
@@ -87,21 +92,15 @@ def _word(value: object) -> str:
     return str(value)
 
 
-def _flags_for(key: str, by_dest: Mapping[str, tuple[Flag, ...]]) -> tuple[Flag, ...]:
+def _flags_for(key: str, by_dest: Mapping[str, tuple[Flag, ...]]) -> tuple[tuple[Flag, ...], bool]:
+    """The flags that a key means, and whether it is a flag's name that is not its destination."""
     dest = key.lstrip("-").replace("-", "_")
     dest = _OTHER_NAMES.get(dest, dest)
     if dest in by_dest:
-        return by_dest[dest]
+        return by_dest[dest], False
     for group in by_dest.values():
         for flag in group:
             if any(spelling.lstrip("-").replace("-", "_") == dest for spelling in flag.spellings):
-                return _given_by_name(flag)
+                return (flag,), True
     near = difflib.get_close_matches(dest, by_dest, n=1)
     raise ValueError(f"unknown key {key!r}" + (f": did you mean {near[0]!r}?" if near else ""))
-
-
-def _given_by_name(flag: Flag) -> tuple[Flag, ...]:
-    """A key that is a flag's name, not its destination."""
-    if flag.type is Switch.OFF:
-        raise ValueError(f"{flag.name} is written {flag.dest}: false in a YAML file")
-    return (flag,)

@@ -128,6 +128,17 @@ def test_yaml_says_the_same_as_words(tmp_path: Path) -> None:
     assert vars(parsed) == vars(parse_args(words.split()))
 
 
+def test_yaml_takes_flags_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "MODEL_ARGS:\n  --num-layers: 12\n  --no-mmap-bin-files: true\n  --use-mcore-models: true\n"
+        "  --no-bias-gelu-fusion: false\n  --moe-layer-freq: ([0]*3+[1]*5)\n  --lr: 1.0e-4\n  --min-lr: 1e-5\n"
+    )
+    words = "--num-layers 12 --no-mmap-bin-files --use-mcore-models --moe-layer-freq ([0]*3+[1]*5) --lr 1e-4"
+    expected = parse_args([*words.split(), "--min-lr", "1e-5", "--yaml-cfg", str(path)])
+    assert vars(parse_args(["--yaml-cfg", str(path)])) == vars(expected)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -71,7 +71,7 @@ FLAGS: tuple[Flag, ...] = (
         "no_shard",
         "Over those groups: no_shard, or optim to shard optimizer states there too.",
         "train/arguments/resolve.py",
-        test="train/test_arguments_rules.py",
+        test="fsdp/test_hybrid.py",
         choices=(
             "no_shard",
             "optim",

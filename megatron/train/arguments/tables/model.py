@@ -61,7 +61,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Rows of the learned position table; at least the sequence length.",
         "models/config.py",
-        test="train/test_arguments_rules.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--make-vocab-size-divisible-by",

@@ -105,6 +105,7 @@ FLAGS: tuple[Flag, ...] = (
             "rope",
             "yarn",
         ),
+        also_accepted=("rope",),
     ),
     not_yet("--mscale", float, 1.0, YARN_WITH_MLA),
     not_yet("--mscale-all-dim", float, 0.0, YARN_WITH_MLA),

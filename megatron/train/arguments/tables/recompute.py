@@ -55,7 +55,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "With selective: core_attn (the default), layernorm, mlp.",
         "models/config.py",
-        test="models/test_config.py",
+        test="models/test_block.py",
         nargs="+",
     ),
     not_yet(
