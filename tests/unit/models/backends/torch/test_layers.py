@@ -118,11 +118,8 @@ def test_options_need_a_group() -> None:
 
 def test_parameters_on_meta_allocate_nothing_and_say_how_they_start() -> None:
     backend = TorchBackend(LayerOptions(device="meta", params_dtype=torch.bfloat16))
-    for layer in (
-        backend.LayerNormLinear(4, 6, init_std=0.5),
-        backend.GroupedLinear(2, 4, 6),
-        backend.LayerNormMLP(4, 8),
-    ):
+    layers = [backend.LayerNormLinear(4, 6, init_std=0.5), backend.GroupedLinear(2, 4, 6)]
+    for layer in (*layers, backend.LayerNormMLP(4, 8)):
         for name, parameter in layer.named_parameters():
             assert parameter.is_meta and parameter.dtype == torch.bfloat16
             kind = "ones" if name == "layer_norm_weight" else "zeros" if "bias" in name else "normal"
