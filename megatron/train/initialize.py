@@ -64,6 +64,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
+def declared_world_size(launch: Launch, environ: Mapping[str, str] | None = None) -> int:
+    """Ranks that --validate-only checks for: WORLD_SIZE, also where this process has no rank, else the launch's."""
+    env = os.environ if environ is None else environ
+    return _integer(env, "WORLD_SIZE") if "WORLD_SIZE" in env else launch.world_size
+
+
 def _slurm_launch(env: Mapping[str, str]) -> Launch:
     world_size = _integer(env, "SLURM_STEP_NUM_TASKS")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"

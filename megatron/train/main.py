@@ -12,6 +12,7 @@ from megatron.train.errors import one_line_errors
 from megatron.train.initialize import (
     Launch,
     ProcessGroupOptions,
+    declared_world_size,
     initialize_distributed,
     quiet_libraries,
     read_launch,
@@ -41,7 +42,8 @@ def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch:
     from megatron.train.arguments.saved import complete_from_checkpoint
 
     arguments, from_checkpoint = complete_from_checkpoint(parse_args(argv, defaults))
-    config = validate(arguments, launch.world_size)
+    world_size = declared_world_size(launch) if arguments.validate_only else launch.world_size
+    config = validate(arguments, world_size)
     if config.validate_only:
         if launch.rank == 0:
             print(config.to_json())

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import sys
 
+import pytest
+import torch.distributed as dist
+
+from megatron.train import main
 from megatron.train.arguments import batch_schedule, parse_args, validate
 from megatron.train.arguments.validate import check_and_resolve
 
@@ -48,6 +53,36 @@ def test_dense_runs_are_accepted(words: str) -> None:
     assert config.tokenizer_type == "GPT2BPETokenizer"
     assert (config.distributed_backend, config.transformer_impl) == ("gloo", "local")
     assert config.num_microbatches * config.micro_batch_size * config.data_parallel_size == 32
+
+
+@pytest.mark.parametrize(("world_size", "expected"), [("8", 8), (None, 1)])
+def test_validate_only_prints_the_configuration_and_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], world_size: str | None, expected: int
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    main.main([*SMALL.split(), "--bf16", "--validate-only"])
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["world_size"], printed["data_parallel_size"]) == (expected, expected)
+    assert printed["num_microbatches"] * expected == 8
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("--num-layrs 4", "did you mean --num-layers"), ("--num-experts 8", "--num-experts 8 is not built yet")],
+)
+def test_a_wrong_command_line_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: str
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        main.main([*SMALL.split(), *words.split()])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
 
 
 def test_a_long_run_with_rampup() -> None:

@@ -117,7 +117,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Read .bin files instead of mapping them.",
         "train/data/build.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_arguments.py",
         dest="mmap_bin_files",
     ),
     no_op(

@@ -19,7 +19,7 @@ FLAGS: tuple[Flag, ...] = (
         "Transformer Engine on CUDA where it is installed, else local; an explicit "
         "transformer_engine on a machine without CUDA runs as local with one warning.",
         "train/arguments/resolve.py",
-        test="te/test_backend.py",
+        test="models/backends/torch/test_layers.py",
         choices=(
             "local",
             "transformer_engine",
