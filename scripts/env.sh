@@ -5,7 +5,7 @@
 #   TORCH_INDEX_URL    package index to take PyTorch from (default: pip's own), for instance PyTorch's CPU index
 #
 # A Python that already has PyTorch >= 2.11 (an NGC container, say) is used as it is: the virtual environment
-# then sees its packages, none of them is changed, and only what is missing is added.
+# then sees its packages, none of them is changed, and only what is missing is added, unpinned.
 
 REPOSITORY_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 CONSTRAINTS="$REPOSITORY_ROOT/requirements/constraints-cpu.txt"
@@ -50,34 +50,37 @@ _base_python() {
 }
 
 _make_venv() {
-    local base options=()
+    local base
     base="$(_base_python)" || return 1
-    if _has_torch "$base"; then
-        say "Using the PyTorch that comes with $("$base" -V)."
-        options+=(--system-site-packages)
+    if ! _has_torch "$base"; then
+        _step "making a virtual environment" "$base" -m venv "$1"
+        return
     fi
-    _step "making a virtual environment" "$base" -m venv ${options[@]+"${options[@]}"} "$1"
+    say "  using the PyTorch that comes with $base"
+    unset PIP_CONSTRAINT # NGC's list for its own image; _write_constraints keeps what is installed
+    _step "making a virtual environment" "$base" -m venv --system-site-packages "$1" || return 1
+    # An environment made from another virtual environment sees that one's base only.
+    "$base" -c 'import sysconfig as s; print("\n".join({s.get_path("purelib"), s.get_path("platlib")}))' \
+        >"$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/the_python_with_torch.pth"
 }
 
-# Constraints for this environment: ours, but what a container brought stays at its version, PyTorch first.
+# Constraints for this environment: ours, or, beside a container's packages, that its PyTorch stays as it is.
 _write_constraints() {
     "$PYTHON" - "$CONSTRAINTS" "$1" <<'PY'
-import re, sys
+import sys
 from importlib import metadata
 
 ours, target = sys.argv[1:]
-name_of = lambda text: re.sub(r"[-_.]+", "-", re.split(r"[=<>;@ ]", text)[0]).lower()
-lines = {name_of(line): line.strip() for line in open(ours) if line.strip() and not line.startswith("#")}
-if sys.version_info < (3, 11):  # the pinned releases need 3.11
-    lines = {"torch": lines["torch"]}
-system = [path for path in sys.path if "site-packages" in path or "dist-packages" in path]
-for distribution in metadata.distributions(path=[path for path in system if not path.startswith(sys.prefix)]):
-    lines[name_of(distribution.metadata["Name"])] = f"{distribution.metadata['Name']}=={distribution.version}"
-try:
-    lines["torch"] = f"torch=={metadata.version('torch')}"
-except metadata.PackageNotFoundError:
-    pass
-open(target, "w").write("\n".join(lines.values()) + "\n")
+lines = [line.strip() for line in open(ours) if line.strip() and not line.startswith("#")]
+outside = [path for path in sys.path if path.endswith("-packages") and not path.startswith(sys.prefix)]
+# The first on the path is what counts, so it is written last.
+found = {d.metadata["Name"].lower(): d.version for d in reversed(list(metadata.distributions(path=outside)))}
+if "torch" in found:
+    built_with_it = ("torch", "numpy", "triton", "nvidia", "transformer", "flash", "apex", "setuptools")
+    lines = [f"{name}=={version}" for name, version in found.items() if name.startswith(built_with_it)]
+elif sys.version_info < (3, 11):  # the pinned releases need 3.11
+    lines = [line for line in lines if line.startswith("torch==")]
+open(target, "w").write("\n".join(lines) + "\n")
 PY
 }
 
