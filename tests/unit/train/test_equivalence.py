@@ -1,8 +1,8 @@
 """Losses, main gradients, norms and weights do not depend on the layout (parallelism.md, "One truth").
 
-1, 2, 3 and 4 ranks x every strategy x fused and unfused x 1 and 3 microbatches x 5 SGD or AdamW steps x mean and
-per-token loss x tied and untied models. The default run covers every pair of values; --full runs the whole product.
-Covers G01, G02, G03, G06, G07, G08, G10, G19, G20, G21, G23, F11, F16.
+1, 2, 3 and 4 ranks x every strategy x fused and unfused x 1 and 3 microbatches x 5 SGD or AdamW steps x
+mean and per-token loss x tied and untied models. The default run covers every pair of values; --full runs
+the whole product. Covers G01, G02, G03, G06, G07, G08, G10, G19, G20, G21, G23, F11, F16.
 """
 
 from __future__ import annotations
@@ -53,26 +53,38 @@ REST = [cell for cell in itertools.product(*AXES.values()) if cell not in COVER]
 
 
 @functools.cache
-def expected(world: int, microbatches: int, optimizer: str, per_token: bool, tied: bool) -> Trace:
-    case = Case(microbatches=microbatches, optimizer=optimizer, per_token=per_token, tied=tied)
-    return equivalence.reference(case, world)
+def expected(world: int, case: Case, dtype: torch.dtype) -> Trace:
+    return equivalence.reference(case, world, dtype)
 
 
 def check(world: int, case: Case) -> None:
-    reference = expected(world, case.microbatches, case.optimizer, case.per_token, case.tied)
+    plain = Case(
+        microbatches=case.microbatches, optimizer=case.optimizer, per_token=case.per_token, tied=case.tied
+    )
+    reference, exact = expected(world, plain, case.dtype), expected(world, plain, torch.float64)
     tolerance = 1e-9 if case.optimizer == "adam" else 1e-6
     for trace in run_ranks(equivalence.train, world, case):
         assert trace.losses == pytest.approx(reference.losses, rel=tolerance)
         assert trace.norms == pytest.approx(reference.norms, rel=tolerance)
-        gradients = zip(trace.gradients, reference.gradients, strict=True)
-        errors = [worst(ours, theirs) for ours, theirs in gradients]
-        errors.append(worst(trace.weights, reference.weights))
-        assert max(errors)[0] < tolerance, errors
+        for step in range(equivalence.STEPS):
+            compare(trace.gradients[step], reference.gradients[step], exact.gradients[step], tolerance)
+        compare(trace.weights, reference.weights, exact.weights, tolerance)
 
 
-def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    assert ours.keys() == theirs.keys()
-    return max((error(ours[name], theirs[name]), name) for name in ours)
+Tensors = dict[str, torch.Tensor]
+
+
+def compare(ours: Tensors, reference: Tensors, exact: Tensors, tolerance: float) -> None:
+    """Hold each tensor to the tolerance.
+
+    Gradients of norms are small sums of large terms: where plain fp32 itself is half the tolerance away
+    from float64, another order of summation may be twice as far away from plain fp32.
+    """
+    assert ours.keys() == reference.keys()
+    for name in ours:
+        rounding = error(reference[name], exact[name])
+        measured = error(ours[name], reference[name])
+        assert measured < max(tolerance, 2 * rounding), f"{name}: {measured}, fp32 rounding {rounding}"
 
 
 def test_the_cover_is_one() -> None:
