@@ -155,7 +155,8 @@ def parse_layout(layout: str, num_layers: int) -> tuple[StageLayers, ...]:
     unknown = sorted(set(text) - set("EtmL|"))
     if unknown:
         raise ValueError(f"{flag}: {unknown[0]!r} means nothing; use E, t, m, L, |, (...)*n and x*n")
-    stages, start = [], 0
+    stages: list[StageLayers] = []
+    start = 0
     for part in text.split("|"):
         if not re.fullmatch("E?t*m*L?", part):
             raise ValueError(f"{flag}: stage {len(stages)} is {part!r}; the order is E, t, m, L")
