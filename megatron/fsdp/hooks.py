@@ -74,7 +74,8 @@ class UnitHooks:
         for module, parameters in by_module.items():
             hook = functools.partial(self._delayed_wgrad_done, parameters)
             module.register_wgrad_accumulation_and_reduce_hooks(hook)  # type: ignore[operator]
-            run = functools.partial(_with_compute_parameters, module.backward_dw, module, parameters)
+            backward_dw: Callable[..., Any] = module.backward_dw  # type: ignore[assignment]
+            run = functools.partial(_with_compute_parameters, backward_dw, module, parameters)
             module.backward_dw = run  # type: ignore[assignment]
 
     def _delayed_wgrad_done(self, parameters: Sequence[ManagedParameter], *_args: object) -> None:

@@ -129,6 +129,8 @@ class MainGrad:
     def close(self) -> None:
         """Make the buffer hold the sum of all writes of the window: nothing unwritten, nothing left aside."""
         assert self.pending_writes == 0, f"{self.name}: reduced while a delayed wgrad is pending"
+        if self.delaying:
+            self.collect()  # what the last backward_dw() assigned, if its hook for another unit came first
         buffer = self.owner.gradient_view(self.index)
         if not self.written:
             buffer.zero_()

@@ -203,6 +203,17 @@ def test_fault_delayed_layer_norm_mlp_with_a_frozen_weight_fails(frozen: str) ->
 
 
 @in_te_process
+def test_fault_delayed_and_unfused_grouped_linear_gives_autograd_uninitialised_gradients() -> None:
+    options = {"device": device(), "params_dtype": torch.float32, "delay_wgrad_compute": True}
+    layer = load().GroupedLinear(3, IN, OUT, bias=False, **options)
+    x, dy, _ = operands()
+    layer(x, SPLITS).backward(dy)
+    assert layer.weight0.grad is not None
+    layer.backward_dw()
+    assert_close("the real one is assigned", layer.weight0.grad, dy[:3].t() @ x[:3])
+
+
+@in_te_process
 def test_fault_split_parameters_and_fusion_fail_together() -> None:
     layer = linear(bias=False, parameters_split={"q": 8, "k": 8, "v": 8})
     for parameter in layer.parameters():

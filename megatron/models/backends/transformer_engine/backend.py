@@ -31,6 +31,7 @@ from megatron.models.backends.transformer_engine.attention import (
 )
 from megatron.models.backends.transformer_engine.capabilities import Capabilities, probe
 from megatron.models.backends.transformer_engine.loading import load_engine
+from megatron.models.backends.transformer_engine.returns import without_bias
 from megatron.models.backends.transformer_engine.rng import EngineRng
 from megatron.models.backends.transformer_engine.settings import EngineSettings, describe_attention
 from megatron.models.init import InitSpec
@@ -114,7 +115,7 @@ class TransformerEngineBackend(Backend):
             **self._common(init_std),
         )
         describe(module, self._linear_descriptions(cut, init_std))
-        return _without_bias(module, return_bias and not bias)
+        return without_bias(module, return_bias and not bias)
 
     def LayerNormLinear(
         self,
@@ -149,7 +150,7 @@ class TransformerEngineBackend(Backend):
         )
         norm = self._norm_descriptions("layer_norm_", zero_centered_gamma)
         describe(module, {**norm, **self._linear_descriptions(cut, init_std)})
-        return _without_bias(module, return_bias and not bias)
+        return without_bias(module, return_bias and not bias)
 
     def LayerNormMLP(
         self,
@@ -190,11 +191,13 @@ class TransformerEngineBackend(Backend):
             **parallel,
             **self._common(init_std),
         )
-        norm = self._norm_descriptions("layer_norm_", zero_centered_gamma)
-        first_layer = self._linear_descriptions(first, init_std, "fc1_")
-        second_layer = self._linear_descriptions(second, output_init_std, "fc2_")
-        describe(module, {**norm, **first_layer, **second_layer})
-        return _without_bias(module, return_bias and not bias)
+        descriptions = {
+            **self._norm_descriptions("layer_norm_", zero_centered_gamma),
+            **self._linear_descriptions(first, init_std, "fc1_"),
+            **self._linear_descriptions(second, output_init_std, "fc2_"),
+        }
+        describe(module, descriptions)
+        return without_bias(module, return_bias and not bias)
 
     def GroupedLinear(
         self,
@@ -209,7 +212,14 @@ class TransformerEngineBackend(Backend):
         tensor_parallel_parts: int = 1,
         name: str = "",
     ) -> nn.Module:
-        """See Backend.GroupedLinear."""
+        """See Backend.GroupedLinear.
+
+        Raises ValueError for delayed wgrad without fusion: TE 2.20 then gives autograd uninitialised gradients.
+        """
+        if self.options.delay_wgrad_compute and not self.options.fuse_wgrad_accumulation:
+            raise ValueError(
+                "Transformer Engine's GroupedLinear delays weight gradients only with fused ones"
+            )
         cut = Cut(parallel_mode, True, tensor_parallel_parts, name or "GroupedLinear")
         module = self._te.GroupedLinear(
             num_gemms,
@@ -223,7 +233,7 @@ class TransformerEngineBackend(Backend):
         descriptions = {f"weight{i}": weight for i in range(num_gemms)}
         descriptions.update({f"bias{i}": bias_description for i in range(num_gemms)})
         describe(module, descriptions)
-        return _without_bias(module, return_bias and not bias)
+        return without_bias(module, return_bias and not bias)
 
     def LayerNorm(
         self,
@@ -387,14 +397,3 @@ class TransformerEngineBackend(Backend):
 
 def _normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return partial(nn.init.normal_, mean=0.0, std=std)
-
-
-def _without_bias(module: nn.Module, wanted: bool) -> nn.Module:
-    """With return_bias=True and bias=False TE returns an empty tensor; the protocol says None."""
-    if wanted:
-        module.register_forward_hook(_insert_no_bias)
-    return module
-
-
-def _insert_no_bias(module: nn.Module, args: Any, out: Any) -> tuple[Any, ...]:
-    return (out[0], None, *out[1:]) if isinstance(out, tuple) else (out, None)
