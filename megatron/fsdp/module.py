@@ -1,7 +1,7 @@
 """FSDPModule: the methods that fully_shard adds to a module, with the names and meanings of torch's FSDPModule.
 
-Ours is no subclass of torch's: torch.distributed.pipelining reaches into the privates of that. Its pipeline runtime takes
-custom functions for UNSHARD, RESHARD and REDUCE_GRAD instead.
+Ours is no subclass of torch's: torch.distributed.pipelining reaches into the privates of that. Its pipeline runtime
+takes custom functions for UNSHARD, RESHARD and REDUCE_GRAD instead.
 """
 
 from __future__ import annotations

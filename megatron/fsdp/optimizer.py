@@ -2,8 +2,8 @@
 
 An optimizer made after wrapping needs nothing: `.grad` of a sharded parameter is its reduced gradient. One made before
 is re-pointed by `bind_optimizer`. Two global optimizer hooks, installed when the first model is wrapped, see every
-`torch.optim.Optimizer.step`: before it, an optimizer that still holds parameters from before wrapping is an error; after
-it, the groups of the parameters that it stepped are stale (param_group.py, Note [Gather is due]).
+`torch.optim.Optimizer.step`: before it, an optimizer that still holds parameters from before wrapping is an error;
+after it, the groups of the parameters that it stepped are stale (param_group.py, Note [Gather is due]).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             sharded = parameter if managed is None else managed.sharded
             if id(sharded) not in names:
                 raise ValueError(
-                    f"bind_optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's: make the "
-                    f"optimizer over the parameters of the module that was wrapped"
+                    f"bind_optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's: make "
+                    f"the optimizer over the parameters of the module that was wrapped"
                 )
             bound.append(sharded)
         group["params"] = bound

@@ -196,7 +196,11 @@ class Engine:
             self.acquire(unit)
         unit.phase = Phase.BACKWARD
         for other in self._next_backward(unit):
-            if other.backward_needs_parameters and other.phase is not Phase.BACKWARD:
+            if (
+                other.backward_needs_parameters
+                and other.phase is not Phase.BACKWARD
+                and not other.backward_over
+            ):
                 self.launch_gather(other, other.used_groups)
 
     def leave_backward(self, unit: Unit, invocation: Invocation | None = None) -> None:
@@ -206,6 +210,7 @@ class Engine:
             if unit.in_backward or unit.phase is not Phase.BACKWARD:
                 return
         unit.in_backward.clear()
+        unit.backward_over = True
         if unit.reshard_after_backward:
             self.release(unit)
         else:
@@ -259,7 +264,7 @@ class Engine:
         self._queue = [unit for unit in self._reduce_order if unit.requires_grad]
         for unit in self.units:
             unit.fired.clear()
-            unit.wait_for_end = False
+            unit.wait_for_end = unit.backward_over = False
             unit.wanted = unit.trainable()
             for group in unit.groups:
                 group.gradients.pass_id = self._pass_id

@@ -63,6 +63,7 @@ class Unit:
         self.called_twice = False  # ever, within one root forward
         self.fired: set[int] = set()  # ids of parameters whose autograd gradient is final in this pass
         self.in_backward: set[Invocation] = set()  # invocations whose backward has begun and not ended
+        self.backward_over = False  # in this pass: no use to gather it ahead again
         self.wait_for_end = False  # fired in an inner graph task, and more may follow in this pass
         self.wanted = 0  # number of parameters that will fire in this pass
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from megatron.fsdp.root import (
 from megatron.fsdp.schedule import Engine
 from megatron.fsdp.strategy import OuterStrategy, ShardingStrategy
 from megatron.fsdp.unit import Unit
+
+UnitModules = tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,15 @@ class FSDPConfig:
 class FullyShardedDataParallel(nn.Module):
     """Wrap `module` so that its parameters, gradients and optimizer state are sharded as `config` says.
 
-    `parameters()` are DTensors in the main dtype whose `.grad` is the reduced gradient after `finish_grad_sync()`; names
-    are the module's own. Every unit's parameters are gathered for its forward and backward only.
+    `parameters()` are DTensors in the main dtype whose `.grad` is the reduced gradient after `finish_grad_sync()`;
+    names are the module's own. Every unit's parameters are gathered for its forward and backward only.
 
     Args:
         module: on any device, or on meta with `initialize`.
         config: options.
         placement_for: `(name, parameter) -> DataParallelPlacement`.
-        unit_modules: types of the modules that are units of their own; the rest is one more unit.
+        unit_modules: types of the modules that are units of their own, or a predicate `(name, module) -> bool`;
+            the rest is one more unit.
         initialize: `(name, parameter, rows, out)` fills `out` with rows `rows` of a parameter on meta.
         locate: `(name, parameter) -> Location` of a parameter in the whole model (tensor, expert and pipeline axes).
 
@@ -94,7 +97,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         config: FSDPConfig,
         placement_for: PlacementFor,
-        unit_modules: tuple[type[nn.Module], ...],
+        unit_modules: UnitModules,
         initialize: Initialize | None = None,
         locate: Locate | None = None,
     ) -> None:
@@ -116,11 +119,11 @@ class FullyShardedDataParallel(nn.Module):
         self._register_hooks(units)
 
     def _make_units(
-        self, unit_modules: tuple[type[nn.Module], ...], builder: GroupBuilder, initialize: Initialize | None
+        self, unit_modules: UnitModules, builder: GroupBuilder, initialize: Initialize | None
     ) -> list[Unit]:
-        named = [
-            (name, child) for name, child in self.module.named_modules() if isinstance(child, unit_modules)
-        ]
+        types = unit_modules
+        is_unit = (lambda _name, child: isinstance(child, types)) if isinstance(types, tuple) else types
+        named = [(name, child) for name, child in self.module.named_modules() if is_unit(name, child)]
         named = [("", self.module)] + [(name, child) for name, child in named if child is not self.module]
         roots = [child for _, child in named]
         if any(unit_of(child) is not None for child in roots):
@@ -172,7 +175,7 @@ class FullyShardedDataParallel(nn.Module):
             is_root = unit.modules == (self.module,)
             UnitHooks(unit, policy, lambda _unit: self.engine, is_root).register()
 
-    # --- what a training loop calls ------------------------------------------------------------
+    # --- what a training loop calls -------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
@@ -235,7 +238,7 @@ class FullyShardedDataParallel(nn.Module):
                     dist.broadcast(group.main, group=inner.group, group_src=0)
                 group.mark_stale()
 
-    # --- names and state are the module's own -----------------------------------------------------------------------------
+    # --- names and state are the module's own ---------------------------------------------------------------
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class FusedLinearFunction(torch.autograd.Function):
-    """Linear whose backward writes the weight gradient by the main_grad contract, as Transformer Engine's modules do."""
+    """Linear whose backward writes the weight gradient by the main_grad contract, as TE's modules do."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]

@@ -78,7 +78,7 @@ def strategies(rank, world_size):
 
 
 def test_every_strategy_is_the_same():
-    """All strategies agree, also when every backward synchronises (an accumulated gradient is never scaled twice: G01)."""
+    """All strategies agree, also when every backward synchronises (nothing is scaled twice: G01)."""
     truth = run_ranks(script, 3, "ours", {}, 3, True, True)[0]
     for traces in run_ranks(strategies, 3):
         for trace in traces.values():

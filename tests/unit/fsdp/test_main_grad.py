@@ -111,7 +111,7 @@ def expected(uses: str, microbatches: int) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("world_size, outer", [(1, 1), (2, 1), (4, 1), (4, 2)])
 def test_contract_table(world_size, outer):
-    """Strategies x fused/plain/mixed x uses x recompute x deferral x 1 and 3 microbatches (G01, G02, G03, G06, G10, G19)."""
+    """Strategies x kinds x uses x recompute x deferral x 1 and 3 microbatches (G01, G02, G03, G06, G10, G19)."""
     cells = list(
         itertools.product(
             STRATEGIES,

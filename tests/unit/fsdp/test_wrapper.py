@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 
@@ -60,17 +61,11 @@ def train(rank, world_size, case, microbatches, steps, optimizer, **options) -> 
         model.zero_grad_buffer()
         total = torch.zeros((), dtype=torch.float64)
         for microbatch in range(microbatches):
-
-            def forward_backward(microbatch=microbatch):
+            last = microbatch == microbatches - 1
+            with contextlib.nullcontext() if last else model.no_sync():
                 loss = loss_of(model, tokens_for(step, microbatch, rank)) / microbatches
                 loss.backward()
-                return loss.detach()
-
-            if microbatch < microbatches - 1:
-                with model.no_sync():
-                    total += forward_backward()
-            else:
-                total += forward_backward()
+            total += loss.detach()
         model.finish_grad_sync()
         dist.all_reduce(total)
         trace.losses.append(total.item() / world_size)
@@ -87,23 +82,34 @@ def cases():
         yield (kind, tied, strategy, 1, "no_shard", True, False)
 
 
+def run_cases(rank, world_size, chosen, microbatches):
+    return [train(rank, world_size, case, microbatches, 3, "sgd") for case in chosen]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_equals_one_rank(world_size, microbatches):
     """Every strategy, fused or not, tied or not, equals single-process autograd (G01, G02, G03, G10, G19)."""
-    truth = {
-        (tied, optimizer): oracle(
-            functools.partial(build, "plain", tied), world_size, microbatches, 3, OPTIMIZERS[optimizer]
+    chosen = list(cases())
+    truths = {
+        (kind, tied): oracle(
+            functools.partial(build, kind, tied), world_size, microbatches, 3, OPTIMIZERS["sgd"]
         )
-        for tied in (False, True)
-        for optimizer in ("sgd",)
+        for kind, tied in itertools.product(LINEARS, (False, True))
     }
-    for case in cases():
-        if case[0] == "fused":
-            expected = oracle(
-                functools.partial(build, "fused", case[1]), world_size, microbatches, 3, OPTIMIZERS["sgd"]
-            )
-        else:
-            expected = truth[case[1], "sgd"]
-        for trace in run_ranks(train, world_size, case, microbatches, 3, "sgd"):
-            assert_same(trace, expected, 1e-11)
+    for traces in run_ranks(run_cases, world_size, chosen, microbatches, timeout=120):
+        for case, trace in zip(chosen, traces, strict=True):
+            assert_same(trace, truths[case[:2]], 1e-11)
+
+
+@pytest.mark.full
+def test_eight_ranks():
+    """The same on 8 ranks, flat."""
+    chosen = list(cases())
+    truths = {
+        (kind, tied): oracle(functools.partial(build, kind, tied), 8, 2, 3, OPTIMIZERS["sgd"])
+        for kind, tied in itertools.product(LINEARS, (False, True))
+    }
+    for traces in run_ranks(run_cases, 8, chosen, 2, timeout=300):
+        for case, trace in zip(chosen, traces, strict=True):
+            assert_same(trace, truths[case[:2]], 1e-11)
