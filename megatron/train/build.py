@@ -39,6 +39,7 @@ from megatron.train.initialize import Launch
 from megatron.train.loss_scale import loss_scaler_from_config
 from megatron.train.lr_schedule import OptimizerParamScheduler, schedule_from_config
 from megatron.train.optimizer import build_optimizer, optimizer_config
+from megatron.train.pipeline import PipelineModel, pipeline_plan
 from megatron.train.step import StepOptions, TrainState
 from megatron.train.tokenizers import Tokenizer, build_tokenizer
 
@@ -72,8 +73,7 @@ def build_run(config: TrainConfig, launch: Launch, device: torch.device) -> Run:
     model_config = build_model_config(config, tokenizer)
     streams = RngStreams.for_mesh(config.seed, mesh)
     backend = build_backend(config, mesh, streams)
-    model = GPTModel(model_config, backend, mesh)
-    wrapped = wrap_model(model, config, mesh, device)
+    wrapped = build_model(model_config, backend, config, mesh, device)
     optimizer = build_optimizer(wrapped.named_parameters(), optimizer_config(config), backend.fused_adam)
     state = TrainState(
         model=wrapped,
@@ -115,6 +115,7 @@ def build_backend(config: TrainConfig, mesh: ParallelMesh, streams: RngStreams |
         params_dtype=DTYPES[config.params_dtype],
         device="meta",
         fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
+        delay_wgrad_compute=config.delay_wgrad_compute,
         rng=streams,
         seed=config.seed,
     )
@@ -125,6 +126,21 @@ def build_backend(config: TrainConfig, mesh: ParallelMesh, streams: RngStreams |
     from megatron.models.backends.torch import TorchBackend
 
     return TorchBackend(options)
+
+
+def build_model(
+    model_config: ModelConfig, backend: Backend, config: TrainConfig, mesh: ParallelMesh, device: torch.device
+) -> FullyShardedDataParallel | PipelineModel:
+    """The whole model under FSDP, or this rank's pipeline stages, each under an FSDP of its own."""
+    if mesh.size("pp") == 1:
+        return wrap_model(GPTModel(model_config, backend, mesh), config, mesh, device)
+    plan = pipeline_plan(config)
+    chunks = {}
+    for stage in plan.shape(mesh.size("pp"), 1).stages_of(mesh.rank("pp")):
+        held = plan.stages[stage]
+        model = GPTModel(model_config, backend, mesh, held.embedding, held.loss, held.layers)
+        chunks[stage] = wrap_model(model, config, mesh, device)
+    return PipelineModel(chunks, model_config, backend, mesh, plan)
 
 
 def wrap_model(
@@ -138,15 +154,27 @@ def wrap_model(
         main_grads_dtype=DTYPES[config.main_grads_dtype],
         grad_comm_dtype=DTYPES[config.grad_comm_dtype],
         reshard_after_forward=config.reshard_after_forward,
+        # Of the microbatches under way in a pipeline only the first would find what is kept after forward alone.
+        reshard_after_backward=config.reshard_after_forward or mesh.size("pp") == 1,
     )
     return FullyShardedDataParallel(
         model,
         fsdp_config,
         placement_for=placement_callback(mesh, per_token=config.calculate_per_token_loss),
-        unit_modules=(Block, Embedding),
+        unit_modules=unit_modules(model, mesh),
         initialize=Initializer(config.seed, mesh),
         locate=locate_callback(mesh),
     )
+
+
+def unit_modules(model: nn.Module, mesh: ParallelMesh) -> tuple[type[nn.Module], ...]:
+    """What is gathered together: a layer, the embedding. In a pipeline a tied embedding is a unit without positions, so
+    that its two copies are cut alike.
+    """
+    embedding = getattr(model, "embedding", None)
+    if mesh.size("pp") == 1 or embedding is None:
+        return (Block, Embedding)
+    return (Block, Embedding, type(embedding.word_embeddings))
 
 
 def placement_callback(

@@ -31,7 +31,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import _create_read_items
 
 from megatron.train.errors import RunStopped
 
@@ -215,13 +218,33 @@ def load_tensors(root: str | Path, iteration: int, tensors: dict[str, Any], flag
             f"{flag}: {directory} has no .metadata, so it is no complete checkpoint; give another --ckpt-step"
         )
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory))
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), planner=_GlobalShapeLoadPlanner())
     except CheckpointException as error:
         reasons = {f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}
         raise ValueError(
-            f"{flag}: {directory} cannot be loaded ({'; '.join(sorted(reasons))}); it may be damaged: load "
-            "another iteration with --ckpt-step"
+            f"{flag}: {directory} cannot be loaded ({'; '.join(sorted(reasons))}); it may be damaged or of "
+            "another model: load another iteration with --ckpt-step"
         ) from error
+
+
+class _GlobalShapeLoadPlanner(DefaultLoadPlanner):
+    """Compares sizes in the whole model: a DTensor of ours may be tensor parallel or hold padding rows."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """One read per box that this rank holds."""
+        assert self.metadata is not None
+        items = []
+        for name, value in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata.get(name)
+            if entry is None:
+                raise ValueError(f"{name} is missing")
+            if isinstance(entry, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+                info = getattr(value, "shard_info", None)
+                shape = value.shape if info is None else info.location.global_shape
+                if tuple(entry.size) != tuple(shape):
+                    raise ValueError(f"{name} has shape {tuple(entry.size)} there, {tuple(shape)} here")
+            items += _create_read_items(name, entry, value)
+        return LoadPlan(items)
 
 
 def _write_tensors(partial: Path, tensors: Mapping[str, Any]) -> None:

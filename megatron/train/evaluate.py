@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.parallel.mesh import ParallelMesh
+from megatron.train.pipeline import PipelineModel
 from megatron.train.step import Batch, LossFunction, masked_loss, model_inputs
 
 _MAX_EXPONENT = 20.0
@@ -50,6 +51,9 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     try:
         with torch.no_grad():
+            if isinstance(model, PipelineModel):
+                sums += model.evaluate_microbatches(batches, loss_function)
+                batches = ()
             for batch in batches:
                 total, valid = loss_function(model(**model_inputs(batch)), batch["loss_mask"])
                 sums += torch.stack([total.double(), valid.double()])

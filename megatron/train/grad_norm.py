@@ -34,6 +34,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def counts_here(parameter: Tensor, mesh: ParallelMesh) -> bool:
     """Whether this rank counts what it holds of `parameter` (note "Who counts")."""
     annotation = annotation_of(parameter)
+    if annotation.duplicate:
+        return False
     if annotation.tensor_parallel_dim is None and mesh.rank(annotation.tensor_axis) != 0:
         return False
     if not isinstance(parameter, DTensor):
@@ -79,7 +81,7 @@ def num_padding_elements(parameters: Iterable[Tensor], mesh: ParallelMesh) -> in
     total = 0
     for parameter in parameters:
         annotation = annotation_of(parameter)
-        if annotation.num_global_rows is None:
+        if annotation.num_global_rows is None or annotation.duplicate:
             continue
         size = 1 if annotation.tensor_parallel_dim is None else mesh.size(annotation.tensor_axis)
         rows = parameter.shape[0] * size - annotation.num_global_rows

@@ -6,6 +6,7 @@ fork for dropout under tensor parallelism.
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from megatron.parallel.random import RngStreams
 
 
-def capture(streams: RngStreams | None, device: torch.device) -> dict[str, Any]:
-    """The state of every generator that this rank draws from."""
+def capture(streams: RngStreams | None, device: torch.device) -> bytes:
+    """The state of every generator that this rank draws from, as bytes for a checkpoint."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -26,11 +27,12 @@ def capture(streams: RngStreams | None, device: torch.device) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state(device)
     if streams is not None:
         state["streams"] = streams.state()
-    return state
+    return pickle.dumps(state)
 
 
-def restore(state: dict[str, Any], streams: RngStreams | None, device: torch.device) -> None:
+def restore(saved: bytes, streams: RngStreams | None, device: torch.device) -> None:
     """Put back what `capture` returned; what either side lacks is left alone."""
+    state = pickle.loads(saved)
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from megatron.train.errors import RunStopped
 from megatron.train.grad_norm import GradientStatistics, clip_coefficient, local_tensor
 from megatron.train.loss_scale import LossScaleConfig, LossScaler
 from megatron.train.lr_schedule import OptimizerParamScheduler
+from megatron.train.pipeline import PipelineModel
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -184,6 +185,10 @@ class TrainStep:
         each.
         """
         self.model.zero_grad_buffer()
+        if isinstance(self.model, PipelineModel):
+            return self.model.train_microbatches(
+                batches, count, lambda losses, batch: self._loss(losses, batch, count)
+            )
         losses, tokens = [], []
         for index in range(count):
             with self.model.no_sync() if index < count - 1 else contextlib.nullcontext():
@@ -194,8 +199,14 @@ class TrainStep:
 
     def _microbatch(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         with torch.profiler.record_function("train.forward"):
-            losses = self.model(**model_inputs(batch))
-            total, valid = self.loss_function(losses, batch["loss_mask"])
+            root, loss, valid = self._loss(self.model(**model_inputs(batch)), batch, count)
+        with torch.profiler.record_function("train.backward"):
+            root.backward()
+        return loss, valid
+
+    def _loss(self, losses: Tensor, batch: Mapping[str, Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(what to call backward on, the microbatch's loss, its valid tokens); the latter two detached, in fp64."""
+        total, valid = self.loss_function(losses, batch["loss_mask"])
         if self.options.per_token:
             loss, weight = total, 1.0
         else:
@@ -205,9 +216,8 @@ class TrainStep:
                 dist.all_reduce(over_context, group=group)
             # A microbatch (or all of cp's share of it) without a valid token has loss 0, not 0/0.
             loss, weight = total / over_context.clamp(min=1.0), 1.0 / count
-        with torch.profiler.record_function("train.backward"):
-            (loss * (weight * self.scaler.scale)).backward()
-        return loss.detach().double(), valid.detach().double()
+        root = loss * (weight * self.scaler.scale)
+        return root, loss.detach().double(), valid.detach().double()
 
     def _reduce(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> _Numbers:
         """Sum the step's numbers over the world (note "One collective, one wait")."""

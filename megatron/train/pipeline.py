@@ -1,0 +1,376 @@
+"""A model cut into pipeline stages: one FSDP module per stage of this rank, and the schedule that runs them.
+
+Note "Reductions under a pipeline": each stage has an FSDP of its own over the ranks that hold the same stage. Of its
+microbatches, all but the last run their backward (and their delayed weight gradients) under `no_sync`, whatever the
+other stages of the rank do in between: ZeRO-2 and -3 reduce every microbatch into shards, no_shard and ZeRO-1 once.
+
+Note "Tied embedding and head": the first and the last stage each hold the weight as a unit of its own, so that both
+cut it in the same way. Each reduces its gradient over its own FSDP group; then the shards are summed over the two
+stages, before norm and clipping. The last stage's copy is annotated `duplicate`: norms and counts leave it out. Both
+see the same gradient and the same optimizer, so they stay equal bit for bit.
+
+Note "Every rank reads the data": stages in the middle need positions and masks, and shapes; so each rank takes the same
+microbatches from its iterator, and no shape has to travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.fsdp import FullyShardedDataParallel
+from megatron.models.backends.base import Backend
+from megatron.models.config import ModelConfig
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pipeline.actions import Compute, PipelineShape
+from megatron.parallel.pipeline.executor import ExecutorOptions, PipelineExecutor, StageFunctions
+from megatron.parallel.pipeline.lower import lower
+from megatron.parallel.pipeline.p2p import Channel, Message, TensorSpec
+from megatron.parallel.pipeline.schedules import forward_only, make_schedule
+from megatron.parallel.pipeline.stages import StageLayers, StageRequest, place_layers
+
+Batch = Mapping[str, Tensor]
+MicrobatchLoss = Callable[[Tensor, Batch], tuple[Tensor, Tensor, Tensor]]
+"""(per-token losses, batch) -> (what to call backward on, loss to report, valid tokens)."""
+LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the pipeline runs, the same on all ranks.
+
+    Attributes:
+        stages: what each stage holds.
+        schedule: one of megatron.parallel.pipeline.schedules.SCHEDULES.
+        group_size: microbatches that go through a chunk in a row; None: as many as ranks.
+        overlap: compute while messages travel.
+        timeout: for a message.
+    """
+
+    stages: tuple[StageLayers, ...]
+    schedule: str = "1f1b"
+    group_size: int | None = None
+    overlap: bool = True
+    timeout: timedelta | None = None
+
+    def shape(self, num_ranks: int, num_microbatches: int) -> PipelineShape:
+        """The pipeline's sizes for a step of this many microbatches."""
+        return PipelineShape(num_ranks, num_microbatches, len(self.stages) // num_ranks)
+
+
+def pipeline_plan(config: Any) -> PipelinePlan:
+    """The plan that the validated configuration describes.
+
+    Raises ValueError, naming the flags, for layers that do not fit the stages.
+    """
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    request = StageRequest(
+        config.num_layers,
+        config.account_for_embedding_in_pipeline_split,
+        config.account_for_loss_in_pipeline_split,
+        config.decoder_first_pipeline_num_layers,
+        config.decoder_last_pipeline_num_layers,
+        config.pipeline_model_parallel_layout,
+    )
+    if config.delay_wgrad_compute:
+        schedule = "zero-bubble"
+    else:
+        schedule = "interleaved" if chunks > 1 else "1f1b"
+    return PipelinePlan(
+        place_layers(request, config.pipeline_model_parallel_size, chunks),
+        schedule,
+        config.microbatch_group_size_per_vp_stage,
+        overlap=config.overlap_p2p_comm,
+        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+    )
+
+
+class PipelineModel(nn.Module):
+    """The stages of this rank behind the interface of one data-parallel model. Names are the whole model's.
+
+    Args:
+        chunks: this rank's stages by number, each wrapped.
+        config: of the whole model.
+        backend: that built the layers.
+        mesh: of the run.
+        plan: of the pipeline.
+
+    Collective: makes the group of the first and last stage where the embedding is tied.
+    """
+
+    def __init__(
+        self,
+        chunks: Mapping[int, FullyShardedDataParallel],
+        config: ModelConfig,
+        backend: Backend,
+        mesh: ParallelMesh,
+        plan: PipelinePlan,
+    ) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
+        self.by_stage = dict(chunks)
+        self.config, self.plan, self.mesh = config, plan, mesh
+        self.runner = _Runner(self, backend)
+        self._tied_group: ProcessGroup | None = None
+        if not config.untie_embeddings_and_output_weights:
+            self._tied_group = mesh.subgroup("pp", (0, mesh.size("pp") - 1))
+        self._sum_tied = False
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    def train_microbatches(
+        self, batches: Iterator[Batch], count: int, loss: MicrobatchLoss
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of the next `count` batches; collective over the pipeline.
+
+        Returns losses and numbers of valid tokens as `loss` reports them, fp64 [count] each; zeros on ranks without the
+        last stage.
+        """
+        return self.runner.train(batches, count, loss)
+
+    def evaluate_microbatches(self, batches: Iterable[Batch], loss_function: LossFunction) -> Tensor:
+        """[sum of losses, valid tokens] of all batches, fp64; zeros on ranks without the last stage."""
+        return self.runner.evaluate(batches, loss_function)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """A stage alone has nothing to say."""
+        raise RuntimeError(
+            "a pipeline has no forward of its own: call train_microbatches or evaluate_microbatches"
+        )
+
+    # --- what a training loop calls ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward belongs to a microbatch that is not the step's last, in all stages."""
+        with contextlib.ExitStack() as stack:
+            for chunk in self.by_stage.values():
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    def finish_grad_sync(self) -> None:
+        """Return when `.grad` of every parameter is the reduced gradient (note "Tied embedding and head")."""
+        for chunk in self.by_stage.values():
+            chunk.finish_grad_sync()
+        if self._tied_group is not None and self._sum_tied:
+            gradient = self._tied_weight().grad
+            assert gradient is not None, "the tied embedding has no gradient"
+            local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+            with torch.profiler.record_function("train.sum_tied_embedding"), torch.no_grad():
+                if local.numel():
+                    dist.all_reduce(local, group=self._tied_group)
+        self._sum_tied = False
+
+    def _tied_weight(self) -> Tensor:
+        stage = 0 if 0 in self.by_stage else len(self.plan.stages) - 1
+        return dict(self.by_stage[stage].named_parameters())["embedding.word_embeddings.weight"]
+
+    def start_param_sync(self, *_unused: object, **_options: object) -> None:
+        """Start the gathers that are due after an optimizer step."""
+        for chunk in self.by_stage.values():
+            chunk.start_param_sync()
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients."""
+        self._sum_tied = True
+        for chunk in self.by_stage.values():
+            chunk.zero_grad_buffer()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, as `zero_grad_buffer`."""
+        self.zero_grad_buffer()
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply every reduced gradient by `factor`."""
+        for chunk in self.by_stage.values():
+            chunk.scale_gradients(factor)
+
+    def broadcast_params(self) -> None:
+        """Make replicas of main parameters equal to those of their first rank."""
+        for chunk in self.by_stage.values():
+            chunk.broadcast_params()
+
+    # --- names and state are the whole model's --------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """What `FullyShardedDataParallel.module` is for callers that read state by name: this model."""
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, sharded parameter) of this rank's stages."""
+        return itertools.chain.from_iterable(
+            chunk.named_parameters(prefix, recurse, remove_duplicate) for chunk in self.by_stage.values()
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's stages' state by names of the whole model."""
+        states = [chunk.state_dict(*args, **kwargs) for chunk in self.by_stage.values()]
+        return {name: value for state in states for name, value in state.items()}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what this rank's stages hold of a state of the whole model; the rest is not looked at."""
+        for chunk in self.by_stage.values():
+            own = chunk.state_dict()
+            mine = {name: value for name, value in state_dict.items() if name in own}
+            result = chunk.load_state_dict(mine, strict, assign)
+        return result
+
+
+class _Microbatches:
+    """The batches of one step: each is taken from the iterator once, however many stages of the rank need it."""
+
+    def __init__(self, source: Iterator[Batch], num_uses: int) -> None:
+        self._source = source
+        self._num_uses = num_uses
+        self._batches: list[Batch] = []
+        self._uses: dict[int, int] = {}
+
+    def peek(self, index: int) -> Batch:
+        """Microbatch `index`, which stays."""
+        while len(self._batches) <= index:
+            self._batches.append(next(self._source))
+        return self._batches[index]
+
+    def take(self, index: int) -> Batch:
+        """Microbatch `index`; forgotten when all stages have taken it."""
+        batch = self.peek(index)
+        self._uses[index] = self._uses.get(index, 0) + 1
+        if self._uses[index] == self._num_uses:
+            self._batches[index] = {}
+        return batch
+
+
+class _Runner:
+    """Runs a PipelineModel's schedules."""
+
+    def __init__(self, model: PipelineModel, backend: Backend) -> None:
+        self.model = model
+        self.mesh, self.plan = model.mesh, model.plan
+        group = self.mesh.group("pp")
+        assert group is not None, "a pipeline has at least two ranks"
+        self.device = torch.device(self.mesh.device_type)
+        self.channel = Channel(group, self.device, timeout=self.plan.timeout)
+        self.options = backend.options
+        self.delayed = {
+            stage: [module for module in reversed(list(chunk.modules())) if backend.needs_backward_dw(module)]
+            for stage, chunk in model.by_stage.items()
+        }
+        self.last_executor: PipelineExecutor | None = None
+        """Of the last run; what it recorded and its peak are there to be looked at."""
+
+    def train(self, batches: Iterator[Batch], count: int, loss: MicrobatchLoss) -> tuple[Tensor, Tensor]:
+        source = _Microbatches(batches, len(self.model.by_stage))
+        reported = torch.zeros(2, count, dtype=torch.float64, device=self.device)
+
+        def on_last(microbatch: int, losses: Tensor, batch: Batch) -> Tensor:
+            root, reported[0, microbatch], reported[1, microbatch] = loss(losses, batch)
+            return root
+
+        self._run(source, count, on_last, True)
+        return reported[0], reported[1]
+
+    def evaluate(self, batches: Iterable[Batch], loss_function: LossFunction) -> Tensor:
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+        def on_last(_microbatch: int, losses: Tensor, batch: Batch) -> Tensor:
+            total, valid = loss_function(losses, batch["loss_mask"])
+            sums.add_(torch.stack([total.double(), valid.double()]))
+            return total
+
+        iterator = iter(batches)
+        while window := list(itertools.islice(iterator, 4 * self.mesh.size("pp"))):
+            source = _Microbatches(iter(window), len(self.model.by_stage))
+            self._run(source, len(window), on_last, False)
+        return sums
+
+    def _run(
+        self,
+        source: _Microbatches,
+        count: int,
+        on_last: Callable[[int, Tensor, Batch], Tensor],
+        training: bool,
+    ) -> None:
+        shape = self.plan.shape(self.mesh.size("pp"), count)
+        orders = (
+            make_schedule(self.plan.schedule, shape, self.plan.group_size)
+            if training
+            else forward_only(shape)
+        )
+        functions = {
+            stage: StageFunctions(
+                self._forward_of(stage, source, on_last),
+                self._weights_of(stage),
+                self._flags_of(stage, count),
+            )
+            for stage in self.model.by_stage
+        }
+
+        def specs(_stage: int, microbatch: int) -> tuple[TensorSpec, ...]:
+            return self._specs(source.peek(microbatch))
+
+        rank = self.mesh.rank("pp")
+        options = ExecutorOptions(specs, overlap=self.plan.overlap, with_gradients=training)
+        self.last_executor = PipelineExecutor(
+            lower(orders, shape)[rank], shape, rank, functions, self.channel, options
+        )
+        self.last_executor.run()
+
+    def _forward_of(
+        self, stage: int, source: _Microbatches, on_last: Callable[[int, Tensor, Batch], Tensor]
+    ) -> Callable[[int, Message], Tensor]:
+        chunk, last = self.model.by_stage[stage], stage == len(self.plan.stages) - 1
+
+        def forward(microbatch: int, inputs: Message) -> Tensor:
+            batch = source.take(microbatch)
+            arguments = {name: value for name, value in batch.items() if name != "loss_mask"}
+            if arguments.get("position_ids") is None and self.mesh.size("cp") == 1:
+                tokens = arguments["tokens"]
+                arguments["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
+                    tokens
+                )
+            if inputs:
+                arguments["hidden"] = inputs[0]
+            if not last:
+                arguments.pop("labels", None)
+                return chunk(**arguments)
+            return on_last(microbatch, chunk(**arguments), batch)
+
+        return forward
+
+    def _weights_of(self, stage: int) -> Callable[[int], None]:
+        def backward_weights(_microbatch: int) -> None:
+            for module in self.delayed[stage]:
+                module.backward_dw()
+
+        return backward_weights
+
+    def _flags_of(self, stage: int, count: int) -> Callable[[Compute], AbstractContextManager[None]]:
+        chunk = self.model.by_stage[stage]
+
+        def flags(action: Compute) -> AbstractContextManager[None]:
+            return contextlib.nullcontext() if action.microbatch == count - 1 else chunk.no_sync()
+
+        return flags
+
+    def _specs(self, batch: Batch) -> tuple[TensorSpec, ...]:
+        """Of the hidden states between stages."""
+        num_sequences, length = batch["tokens"].shape
+        if self.options.sequence_parallel:
+            length //= self.options.tp_size
+        dtype = torch.float32 if self.model.config.fp32_residual_connection else self.options.params_dtype
+        return (TensorSpec((length, num_sequences, self.model.config.hidden_size), dtype),)
