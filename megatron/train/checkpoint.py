@@ -17,6 +17,7 @@ number of ranks is the same.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -339,7 +340,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _what_is_left(root: Path) -> str:
-    latest = latest_iteration(root, "--save")
+    latest = None
+    with contextlib.suppress(ValueError):
+        latest = latest_iteration(root, "--save")
     if latest is None:
         return "Make room or give another --save"
     return (
