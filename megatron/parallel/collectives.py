@@ -28,6 +28,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+# torch 2.13 renamed them and warns of the old names; 2.11 has only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending:
     """A collective under way; `wait()` gives its result."""
@@ -63,7 +67,7 @@ def launch_all_gather(x: Tensor, group: ProcessGroup | None) -> Pending:
     with record_function("parallel.all_gather"):
         x = x.contiguous()
         out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        return Pending(out, dist.all_gather_into_tensor(out, x, group=group, async_op=True))
+        return Pending(out, _all_gather_single(out, x, group=group, async_op=True))
 
 
 def launch_reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Pending:
@@ -83,7 +87,7 @@ def launch_reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Pending:
             work = dist.all_to_all_single(pieces, x, group=group, async_op=True)
             return Pending(pieces, work, lambda received: _sum_pieces(received, size))
         out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-        return Pending(out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True))
+        return Pending(out, _reduce_scatter_single(out, x, group=group, async_op=True))
 
 
 def launch_all_to_all(
