@@ -117,6 +117,9 @@ class GPTModel(nn.Module):
         if pre_process or (post_process and tied):
             positions = pre_process and config.position_embedding_type == "learned_absolute"
             self.embedding = Embedding(config, backend, mesh, positions)
+            if not pre_process:
+                weight: Any = self.embedding.word_embeddings.weight
+                annotate(weight, dataclasses.replace(annotation_of(weight), duplicate=True))
         indices = range(config.num_layers) if layers is None else layers
         blocks = [
             Block(self.block_spec(index), LayerContext(config, backend, mesh, index + 1)) for index in indices

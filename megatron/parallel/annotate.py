@@ -33,6 +33,8 @@ class ParameterAnnotation:
         num_global_rows: true number of rows (dim 0) of the global tensor where the local ones include padding
             (vocabulary); None: no padding. Padding rows are zero, belong to no checkpoint and are never
             updated.
+        duplicate: another pipeline stage holds the same parameter (a tied embedding) and is the one that counts
+            it in norms and numbers.
     """
 
     tensor_parallel_dim: int | None = None
@@ -40,6 +42,7 @@ class ParameterAnnotation:
     replicated_gradient: Literal["sum", "none"] = "none"
     expert: bool = False
     num_global_rows: int | None = None
+    duplicate: bool = False
 
     def __post_init__(self) -> None:
         if self.tensor_parallel_parts < 1:
