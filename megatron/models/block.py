@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.models.auxiliary import AuxiliaryLosses
 from megatron.models.config import ModelConfig
 from megatron.parallel.annotate import ParameterAnnotation, annotate
 
@@ -24,19 +25,26 @@ class LayerContext:
     """What a builder of a layer's parts gets: the model, who makes layers, the mesh, the layer's number.
 
     Attributes:
-        layer_number: from 1, in the whole model.
+        layer_number: from 1, in the whole model; those of multi-token prediction come after the last.
+        auxiliary: takes the losses that a layer has of its own.
     """
 
     config: ModelConfig
     backend: Backend
     mesh: ParallelMesh
     layer_number: int
+    auxiliary: AuxiliaryLosses = field(default_factory=lambda: AuxiliaryLosses(()))
+
+    @property
+    def layer_name(self) -> str:
+        """The layer's name in reports: layer_{global index}, or mtp_{index}."""
+        return layer_name(self.config, self.layer_number - 1)
 
     @property
     def cp_comm_type(self) -> str:
         """How this layer's attention communicates over the context axis."""
         types = self.config.cp_comm_type
-        return types[0] if len(types) == 1 else types[self.layer_number - 1]
+        return types[0] if len(types) == 1 else types[min(self.layer_number, self.config.num_layers) - 1]
 
     def norm(self) -> nn.Module:
         """A norm over hidden states that stands alone."""
@@ -49,6 +57,11 @@ class LayerContext:
             for parameter in module.parameters():
                 annotate(parameter, ParameterAnnotation(replicated_gradient="sum"))
         return module
+
+
+def layer_name(config: ModelConfig, index: int) -> str:
+    """Name in reports of the layer with this global index."""
+    return f"layer_{index}" if index < config.num_layers else f"mtp_{index - config.num_layers}"
 
 
 def build_norm(config: ModelConfig, backend: Backend, size: int) -> nn.Module:

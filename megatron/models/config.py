@@ -11,12 +11,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.models.deepseek import MLAConfig, MTPConfig, YarnConfig, yarn_from_arguments
 from megatron.models.init import InitSpec
+from megatron.models.moe.config import MoEConfig
 
 ACTIVATIONS = ("gelu", "silu", "squared_relu", "quick_gelu", "relu")
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class RecomputeConfig:
         method: of full: "uniform" checkpoints runs of `num_layers` layers; "block" checkpoints the first
             `num_layers` layers of a pipeline stage one by one and keeps the rest.
         num_layers: of full.
-        modules: of selective: "core_attn", "mlp", and "layernorm" for norms that stand alone (a norm that is
+        modules: of selective: "core_attn", "mlp", "moe", and "layernorm" for norms that stand alone (a norm that is
             fused with the linear after it belongs to that linear and is kept).
     """
 
@@ -73,6 +75,7 @@ class RotaryConfig:
         seq_len_interpolation_factor: positions are divided by it (https://arxiv.org/abs/2306.15595).
         scaling_factor: of Llama 3.1's frequency scaling; None: off.
         original_max_position: the length before that scaling.
+        yarn: YaRN's stretching instead.
     """
 
     base: float = 10000.0
@@ -81,6 +84,7 @@ class RotaryConfig:
     seq_len_interpolation_factor: float | None = None
     scaling_factor: float | None = None
     original_max_position: int = 8192
+    yarn: YarnConfig | None = None
 
     def __post_init__(self) -> None:
         _positive("--rotary-base", self.base)
@@ -109,6 +113,8 @@ class ModelConfig:
         glu_linear_offset: added to the linear half of a gated MLP.
         embedding_init_method_std: None: init_method_std.
         cp_comm_type: how attention communicates over the context axis: one for all layers, or one for each.
+        moe: experts in place of (some) MLPs. mla: latent attention in place of the usual one. mtp: multi-token
+            prediction. None: without.
     """
 
     num_layers: int
@@ -142,6 +148,9 @@ class ModelConfig:
     init_method_xavier_uniform: bool = False
     cp_comm_type: tuple[str, ...] = ("p2p",)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    mtp: MTPConfig | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -178,10 +187,33 @@ class ModelConfig:
                 f"--rotary-percent {self.rotary.percent} of a head of {self.kv_channels} channels turns "
                 f"{self.rotary_dim} of them, but rotation needs pairs: choose an even number"
             )
+        self._check_parts()
         if len(self.cp_comm_type) not in (1, self.num_layers):
             raise ValueError(
                 f"--cp-comm-type has {len(self.cp_comm_type)} values: give one, or one for each of the "
                 f"{self.num_layers} layers"
+            )
+
+    def _check_parts(self) -> None:
+        if self.moe is not None and len(self.moe.pattern) != self.num_layers:
+            raise ValueError(
+                f"--moe-layer-freq describes {len(self.moe.pattern)} layers, but --num-layers is "
+                f"{self.num_layers}: make them equal"
+            )
+        if self.mla is not None and self.position_embedding_type != "rope":
+            raise ValueError(
+                f"--multi-latent-attention with --position-embedding-type {self.position_embedding_type}: use rope"
+            )
+        if self.mla is not None and self.num_query_groups != self.num_attention_heads:
+            raise ValueError(
+                f"--multi-latent-attention has no query groups: drop --num-query-groups {self.num_query_groups}"
+            )
+        if self.mtp is not None and self.position_embedding_type == "learned_absolute":
+            raise ValueError("--mtp-num-layers needs --position-embedding-type rope or none")
+        if self.mtp is not None and self.mtp.num_layers >= self.max_position_embeddings:
+            raise ValueError(
+                f"--mtp-num-layers {self.mtp.num_layers} looks past the end of sequences of "
+                f"{self.max_position_embeddings} tokens: lower it"
             )
 
     def _derive(self) -> None:
@@ -223,6 +255,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that rotary positions turn."""
+        if self.mla is not None:
+            return self.mla.qk_pos_emb_head_dim
         return int(self.kv_channels * self.rotary.percent)
 
     @property
@@ -291,6 +325,10 @@ class ModelConfig:
             given["position_embedding_type"] = (
                 "rope" if given.get("position_embedding_type") == "rope" else "none"
             )
+        given["moe"] = MoEConfig.from_arguments(
+            arguments, given["num_layers"], given.get("ffn_hidden_size", 4 * given["hidden_size"])
+        )
+        given["mla"], given["mtp"] = MLAConfig.from_arguments(arguments), MTPConfig.from_arguments(arguments)
         return cls(**given)
 
 
@@ -315,6 +353,7 @@ def _rotary_of(arguments: Any) -> RotaryConfig:
         interleaved=getattr(arguments, "rotary_interleaved", defaults.interleaved),
         seq_len_interpolation_factor=getattr(arguments, "rotary_seq_len_interpolation_factor", None),
         scaling_factor=getattr(arguments, "rope_scaling_factor", 8.0) if scaled else None,
+        yarn=yarn_from_arguments(arguments),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.models.attention import SelfAttention, document_mask
+from megatron.models.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from megatron.models.block import (
     AttentionInputs,
     Block,
@@ -18,10 +19,14 @@ from megatron.models.block import (
     HiddenDropout,
     LayerContext,
     build_norm,
+    layer_name,
 )
 from megatron.models.config import ModelConfig
 from megatron.models.init import InitSpec
+from megatron.models.mla import LatentAttention
 from megatron.models.mlp import MLP
+from megatron.models.moe.layer import MoELayer
+from megatron.models.mtp import MultiTokenPrediction, PredictionTargets
 from megatron.models.rope import rotary_table
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
 from megatron.parallel.context import Documents
@@ -96,6 +101,9 @@ class GPTModel(nn.Module):
         pre_process: this stage has the embedding.
         post_process: this stage has the final norm and the head.
         layers: global indices, from 0, of its layers; None: all.
+
+    Attributes:
+        auxiliary: the losses beside the main one, of all layers (megatron/models/auxiliary.py).
     """
 
     def __init__(
@@ -112,27 +120,39 @@ class GPTModel(nn.Module):
         self.pre_process, self.post_process = pre_process, post_process
         self._mesh = mesh
         _check_parallel(config, mesh)
+        self.auxiliary = AuxiliaryLosses(auxiliary_layers(config))
         tied = not config.untie_embeddings_and_output_weights
+        predicts = config.mtp is not None and post_process
         self.embedding: Embedding | None = None
-        if pre_process or (post_process and tied):
+        if pre_process or (post_process and tied) or predicts:
             positions = pre_process and config.position_embedding_type == "learned_absolute"
             self.embedding = Embedding(config, backend, mesh, positions)
             if not pre_process:
                 weight: Any = self.embedding.word_embeddings.weight
                 annotate(weight, dataclasses.replace(annotation_of(weight), duplicate=True))
         indices = range(config.num_layers) if layers is None else layers
-        blocks = [
-            Block(self.block_spec(index), LayerContext(config, backend, mesh, index + 1)) for index in indices
-        ]
+        contexts = [LayerContext(config, backend, mesh, index + 1, self.auxiliary) for index in indices]
+        blocks = [Block(self.block_spec(context.layer_number - 1), context) for context in contexts]
         final_norm = build_norm(config, backend, config.hidden_size) if post_process else None
         self.decoder = Decoder(config, backend, blocks, final_norm)
         self.output_layer: nn.Module | None = None
         if post_process:
             self.output_layer = self._build_head(backend)
+        self.mtp: MultiTokenPrediction | None = None
+        if predicts:
+            context = LayerContext(config, backend, mesh, config.num_layers + 1, self.auxiliary)
+            self.mtp = MultiTokenPrediction(self.block_spec(config.num_layers), context)
 
     def block_spec(self, layer_index: int) -> BlockSpec:
         """What the layer with this global index is made of."""
-        return BlockSpec(attention=SelfAttention, mlp=MLP)
+        latent = self.config.mla is not None
+        experts = self.config.moe is not None and self.config.moe.has_experts(layer_index)
+        return BlockSpec(
+            attention=LatentAttention if latent else SelfAttention,
+            mlp=MoELayer if experts else MLP,
+            input_layernorm=LayerContext.norm if latent else None,
+            pre_mlp_layernorm=LayerContext.norm if experts else None,
+        )
 
     def _build_head(self, backend: Backend) -> nn.Module:
         config = self.config
@@ -162,6 +182,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         hidden: Tensor | None = None,
         document_ids: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Run the stage.
 
@@ -174,6 +195,7 @@ class GPTModel(nn.Module):
             labels: [b, s] of this context-parallel rank.
             hidden: [s, b, hidden] from the previous stage, where this stage has no embedding.
             document_ids: [b, whole s], equal within a document: causal attention inside documents only.
+            loss_mask: [b, s], for the losses of multi-token prediction; the main ones are not masked here.
 
         Returns the stage's hidden states [s, b, hidden]; on the last stage the fp32 loss of each token [b, s]
         if labels are given, else logits [b, s, padded vocabulary / tp] whose padding columns are -inf.
@@ -189,9 +211,21 @@ class GPTModel(nn.Module):
         hidden = self.decoder(hidden, inputs)
         if self.output_layer is None:
             return hidden
-        logits = self.output_layer(hidden)
         if labels is None:
-            return self._without_padding(logits).transpose(0, 1)
+            return self._without_padding(self.output_layer(hidden)).transpose(0, 1)
+        losses = self._losses(hidden, labels)
+        if self.mtp is None or not (self.training and torch.is_grad_enabled()):
+            return losses
+        assert self.embedding is not None and tokens is not None, "multi-token prediction needs the tokens"
+        if position_ids is None:
+            position_ids = self._default_positions(tokens)
+        targets = PredictionTargets(tokens, position_ids, labels, loss_mask)
+        return self.mtp(hidden, targets, inputs, self.embedding, self._losses, losses)
+
+    def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Losses [b, s] of normalised hidden states."""
+        assert self.output_layer is not None
+        logits = self.output_layer(hidden)
         real = self._num_real_columns(logits.shape[-1])
         losses = vocab_parallel_cross_entropy(logits, labels.t(), self._mesh.group("tp"), real)
         return losses.t().contiguous()
@@ -233,6 +267,21 @@ class GPTModel(nn.Module):
             return logits
         padding = torch.arange(logits.shape[-1], device=logits.device) >= real
         return logits.masked_fill(padding, float("-inf"))
+
+
+def auxiliary_layers(config: ModelConfig) -> tuple[AuxiliaryLayer, ...]:
+    """What the layers of the whole model report beside the main loss, the same on every pipeline stage."""
+    predictions = 0 if config.mtp is None else config.mtp.num_layers
+    layers = []
+    for index in range(config.num_layers + predictions):
+        experts = config.moe if config.moe is not None and config.moe.has_experts(index) else None
+        losses = () if experts is None else experts.loss_names
+        if index >= config.num_layers:
+            losses = (*losses, "mtp_loss")
+        if experts is not None or losses:
+            count = 0 if experts is None else experts.num_experts
+            layers.append(AuxiliaryLayer(layer_name(config, index), losses, count))
+    return tuple(layers)
 
 
 def _check_parallel(config: ModelConfig, mesh: ParallelMesh) -> None:

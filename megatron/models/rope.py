@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.models.config import RotaryConfig
+from megatron.models.deepseek import YarnConfig
 
 # Llama 3.1's constants (transformers' "llama3" rope type, Megatron's --use-rope-scaling)
 _LOW_FREQUENCY_FACTOR = 1.0
@@ -25,6 +26,8 @@ def inverse_frequencies(
     """Radians per position of each of the dim / 2 pairs: [dim / 2]."""
     exponents = torch.arange(0, dim, 2, dtype=dtype, device=device) / dim
     frequencies = 1.0 / (config.base**exponents)
+    if config.yarn is not None:
+        return _stretch_yarn(frequencies, config.yarn, config.base, dim)
     if config.scaling_factor is None:
         return frequencies
     return _scale_llama3(frequencies, config.scaling_factor, config.original_max_position)
@@ -36,6 +39,23 @@ def _scale_llama3(frequencies: Tensor, factor: float, original_length: int) -> T
     smooth = (turns - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
     kept = smooth.clamp(0.0, 1.0)
     return frequencies * kept + frequencies / factor * (1.0 - kept)
+
+
+def _stretch_yarn(frequencies: Tensor, yarn: YarnConfig, base: float, dim: int) -> Tensor:
+    """Divide the frequencies that turn less than beta_slow times in the original length, keep those that turn more
+    than beta_fast times, interpolate by channel between (YaRN, https://arxiv.org/abs/2309.00071, section 3.2).
+    """
+
+    def channel(turns: float) -> float:
+        return dim * math.log(yarn.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
+    if yarn.round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    channels = torch.arange(dim // 2, dtype=frequencies.dtype, device=frequencies.device)
+    divided = ((channels - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    return frequencies / yarn.scaling_factor * divided + frequencies * (1.0 - divided)
 
 
 def rotary_table(
@@ -53,7 +73,10 @@ def rotary_table(
         angles = angles.repeat_interleave(2, dim=-1)
     else:
         angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+    cos, sin = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+    if config.yarn is None:
+        return cos, sin
+    return cos * config.yarn.concentration, sin * config.yarn.concentration
 
 
 def apply_rotary(x: Tensor, table: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, losses, grouped and shared experts, the layer."""

@@ -1,0 +1,108 @@
+"""Multi-token prediction: layer k predicts the token k + 2 places on.
+
+DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.2. Each layer joins the hidden states of the depth before
+with the embeddings of the tokens one further, runs a transformer layer and a norm, and shares embedding and head with
+the model. The first takes the hidden states after the model's final norm, as Megatron's does.
+
+Note "Its own mean". A depth's loss is the mean over its own valid tokens (the last k + 1 of a sequence have none to
+predict) of the microbatch, over context ranks; the weighted mean over depths is added to the microbatch's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron.models.block import AttentionInputs, Block, BlockSpec, LayerContext, layer_name
+from megatron.models.mlp import set_weight_init
+from megatron.parallel.collectives import launch_all_reduce
+from megatron.parallel.context.roll import roll_left
+
+if TYPE_CHECKING:
+    from megatron.models.auxiliary import AuxiliaryLosses
+    from megatron.parallel.mesh import ParallelMesh
+
+
+class PredictionLayer(nn.Module):
+    """One depth: enorm, hnorm, eh_proj [hidden, 2 hidden] of [embedding; hidden states], transformer_layer, norm."""
+
+    def __init__(self, spec: BlockSpec, context: LayerContext) -> None:
+        super().__init__()
+        hidden = context.config.hidden_size
+        self.enorm, self.hnorm = context.norm(), context.norm()
+        self.eh_proj = context.backend.Linear(
+            2 * hidden, hidden, bias=False, parallel_mode=None, name=f"{context.layer_name}.eh_proj"
+        )
+        set_weight_init(self.eh_proj, context.config.linear_init(2 * hidden, hidden))
+        self.transformer_layer = Block(spec, context)
+        self.final_layernorm = context.norm()
+
+    def forward(self, embedded: Tensor, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
+        """embedded, hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape."""
+        dtype = next(self.eh_proj.parameters()).dtype
+        joined = torch.cat((self.enorm(embedded.to(dtype)), self.hnorm(hidden.to(dtype))), dim=-1)
+        return self.final_layernorm(self.transformer_layer(self.eh_proj(joined), inputs).to(dtype))
+
+
+@dataclass(frozen=True)
+class PredictionTargets:
+    """The microbatch of this context rank: tokens, labels [b, s] and loss_mask [b, s] or None (all are valid)."""
+
+    tokens: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor | None
+
+
+class MultiTokenPrediction(nn.Module):
+    """All depths of a model."""
+
+    def __init__(self, spec: BlockSpec, context: LayerContext) -> None:
+        super().__init__()
+        config = context.config
+        assert config.mtp is not None, "multi-token prediction needs ModelConfig.mtp"
+        self._config, self._mtp = config, config.mtp
+        numbers = range(config.num_layers + 1, config.num_layers + config.mtp.num_layers + 1)
+        contexts = [
+            LayerContext(config, context.backend, context.mesh, number, context.auxiliary)
+            for number in numbers
+        ]
+        self.layers = nn.ModuleList([PredictionLayer(spec, each) for each in contexts])
+        self._auxiliary: AuxiliaryLosses = context.auxiliary
+        self._mesh: ParallelMesh = context.mesh
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: PredictionTargets,
+        inputs: AttentionInputs,
+        embed: Callable[[Tensor, Tensor], Tensor],
+        losses_of: Callable[[Tensor, Tensor], Tensor],
+        main_losses: Tensor,
+    ) -> Tensor:
+        """Attach the depths' losses to `main_losses` [b, s] and return those.
+
+        hidden: after the final norm. embed: (tokens, position_ids) -> hidden states. losses_of: (hidden states after
+        a norm, labels [b, s]) -> losses [b, s].
+        """
+        group = self._mesh.group("cp")
+        tokens, labels = targets.tokens.contiguous(), targets.labels.contiguous()
+        mask = targets.loss_mask
+        valid = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.float()
+        weight = self._mtp.loss_scaling_factor / self._mtp.num_layers
+        for depth, layer in enumerate(self.layers):
+            tokens, labels, valid = (roll_left(x.contiguous(), 1, group) for x in (tokens, labels, valid))
+            hidden = layer(embed(tokens, targets.position_ids), hidden, inputs)
+            losses = losses_of(hidden, labels)
+            count = launch_all_reduce(valid.sum(), group).wait().clamp(min=1.0)
+            value = (losses * valid).sum() / count
+            name = layer_name(self._config, self._config.num_layers + depth)
+            counted = self._mesh.rank("tp") == 0
+            main_losses = self._auxiliary.attach(
+                main_losses, name, {"mtp_loss": (value, weight)}, counted=counted
+            )
+        return main_losses
