@@ -69,8 +69,14 @@ class EngineAttention(nn.Module):
         qkv_format: str | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        document_ids: Any = None,
     ) -> Tensor:
-        """See Backend.DotProductAttention."""
+        """See Backend.DotProductAttention. Raises ValueError for documents under context parallelism."""
+        if document_ids is not None:
+            raise ValueError(
+                "--reset-attention-mask with --context-parallel-size > 1: Transformer Engine cannot keep attention "
+                "inside documents; use --attention-backend local"
+            )
         core: Any = self.core
         mask_type = attn_mask_type or core.attn_mask_type
         packed = (qkv_format or core.qkv_format) == "thd"
