@@ -27,6 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed them.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _FIRST_TAG = 1 << 16
 # One counter per live process group, shared by everything in the process that uses the group.
 _TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -318,7 +322,7 @@ def _ordered_all_gather(comm: Communicator, buffers: Sequence[Tensor]) -> Pendin
     def launch(buffer: Tensor) -> dist.Work | None:
         own = comm.slot(buffer)
         comm.count("all_gather", own.nbytes * (comm.size - 1))
-        return dist.all_gather_into_tensor(buffer, own, group=comm.group, async_op=True)
+        return all_gather_single(buffer, own, group=comm.group, async_op=True)
 
     return _coalesced(comm, launch, buffers)
 
@@ -327,7 +331,7 @@ def _ordered_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Re
     def launch(buffer: Tensor) -> dist.Work | None:
         own = comm.slot(buffer)
         comm.count("reduce_scatter", own.nbytes * (comm.size - 1))
-        return dist.reduce_scatter_tensor(own, buffer, group=comm.group, async_op=True)
+        return reduce_scatter_single(own, buffer, group=comm.group, async_op=True)
 
     pending = _coalesced(comm, launch, buffers)
     return Reduction([comm.slot(buffer) for buffer in buffers], pending)
@@ -356,3 +360,12 @@ def _operations_of(backend: str) -> Operations:
     raise ValueError(
         f"--distributed-backend {backend!r} is not supported by FSDP; use nccl on GPUs or gloo on CPUs"
     )
+
+
+def all_equal(value: int, comm: Communicator, device: torch.device) -> bool:
+    """Whether all ranks of `comm` have the same `value`; one collective of 16 bytes."""
+    if comm.size == 1:
+        return True
+    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=comm.group)
+    return bool(pair[0] == -pair[1])

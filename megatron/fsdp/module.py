@@ -163,7 +163,7 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int) -> None:
         """Set the number of reductions in flight."""
-        _engine_of(self._units(False)[0]).max_reductions = max_input_buffers
+        _engine_of(self._units(False)[0]).reducer.max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, *_args: object, **_options: object) -> None:
         """Nothing to do: where a backend orders operations, gathers and reductions have groups of their own."""

@@ -21,17 +21,16 @@ Note [Flags]
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.profiler import record_function
 
-from megatron.fsdp.collectives import Communicator, Reduction
+from megatron.fsdp.collectives import Communicator, all_equal
 from megatron.fsdp.param_group import ManagedParameter, ParamGroup
+from megatron.fsdp.reducer import Reducer
 from megatron.fsdp.streams import Streams, make_streams
 from megatron.fsdp.unit import Invocation, Phase, Unit
 
@@ -53,7 +52,7 @@ class Engine:
         self.device = device
         self.streams: Streams = make_streams(device)
         self.prefetch = prefetch
-        self.max_reductions = max_reductions
+        self.reducer = Reducer(self.streams, max_reductions)
         self.reduce_now = True
         self.last_microbatch = True
         self.wait_at_end_of_backward = True
@@ -65,7 +64,7 @@ class Engine:
         self._in_pass = False
         self._pass_id = 0
         self._graph_task = -1
-        self._in_flight: deque[tuple[list[ParamGroup], Reduction, bool]] = deque()
+        self._held_back = False  # a pass ended that was not the step's last
         for unit in self.units:
             unit.engine = self
 
@@ -284,6 +283,7 @@ class Engine:
     def _end_pass(self) -> None:
         """Autograd's outermost backward is over."""
         self._in_pass = False
+        self._held_back = not self.last_microbatch
         for unit in self.units:
             idle_but_gathered = unit.reshard_after_backward and any(group.gathered for group in unit.groups)
             if unit.phase is Phase.BACKWARD or (unit.phase is Phase.IDLE and idle_but_gathered):
@@ -301,58 +301,12 @@ class Engine:
                     group.gradients.full_grad = None
                 group.gradients.window_open = False
 
-    # --- reductions ------------------------------------------------------------
+    # --- reductions -------------------------------------------------------------------------------------------
 
     def _reduce(self, unit: Unit) -> None:
         last = self.last_microbatch and unit.requires_sync and unit.requires_all_reduce
         now = (self.reduce_now or self.last_microbatch) and unit.requires_sync
-        groups = [group for group in unit.groups if group.requires_grad]
-        by_comm: dict[tuple[Communicator, bool], list[ParamGroup]] = {}
-        with record_function(f"fsdp.reduce {unit.name}"), torch.no_grad():
-            for group in groups:
-                temporary = group.placements.gradients_sharded
-                group.gradients.close_window()
-                if temporary and not now:
-                    group.gradients.defer()
-                if not (now if temporary else last):
-                    continue
-                sharded = group.placements.optimizer_sharded
-                by_comm.setdefault((group.comms.reduce, sharded), []).append(group)
-            if not by_comm:
-                return
-            self.streams.log.add("reduce", unit.name)
-            for (comm, sharded), members in by_comm.items():
-                with self.streams.reduce():
-                    launch = comm.reduce_scatter if sharded else comm.all_reduce
-                    reduction = launch([group.gradients.take_wire() for group in members])
-                self._in_flight.append((members, reduction, last))
-        for _, reduction, _ in self._in_flight:
-            reduction.poll()
-        while len(self._in_flight) > self.max_reductions:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        members, reduction, last = self._in_flight.popleft()
-        with torch.no_grad(), self.streams.reduce():
-            reduction.wait()
-            for group, total in zip(members, reduction.results, strict=True):
-                group.gradients.deliver_inner(total)
-            reduction.results = []
-            if last or members[0].comms.outer_gather.size == 1:
-                self._reduce_outer(members)
-        self.streams.wait_reduce()
-
-    def _reduce_outer(self, members: list[ParamGroup]) -> None:
-        comm = members[0].comms.outer_reduce
-        partials = [group.gradients.partial for group in members if group.gradients.partial is not None]
-        if comm.size > 1:
-            sharded = members[0].placements.outer_sharded
-            reduction = (comm.reduce_scatter if sharded else comm.all_reduce)(partials)
-            reduction.wait()
-            partials = reduction.results
-        results = iter(partials)
-        for group in members:
-            group.gradients.expose(None if group.gradients.partial is None else next(results))
+        self.reducer.reduce(unit, now, last)
 
     def _end_reductions(self) -> None:
         if self.wait_at_end_of_backward:
@@ -360,25 +314,21 @@ class Engine:
 
     def finish_reductions(self) -> None:
         """Wait until every reduction that was launched has been delivered."""
-        while self._in_flight:
-            self._finish_oldest()
+        self.reducer.finish()
         if not self._order_agreed and self.forward_order:
             self._agree_on_order()
 
     def reduce_all(self) -> None:
-        """Reduce what was accumulated and not yet reduced (a pass whose reductions were all held back)."""
-        self.last_microbatch = True
-        for unit in self._reduce_order:
+        """Reduce what was accumulated and not yet reduced (passes that were not the step's last)."""
+        for unit in self.units:
             if unit.pending_writes():
                 raise RuntimeError(f"{unit.name}: backward_dw() of a layer with delayed wgrad was not called")
-            if unit.requires_grad and any(self._has_unreduced(group) for group in unit.groups):
-                self._reduce(unit)
-
-    @staticmethod
-    def _has_unreduced(group: ParamGroup) -> bool:
-        return group.gradients.deferred is not None or group.gradients.window_open or (
-            group.gradients.partial is not None and group.comms.outer_gather.size > 1
-        )  # fmt: skip
+        if not self._held_back:
+            return
+        self._held_back = False
+        for unit in self._reduce_order:
+            if unit.requires_grad:
+                self.reducer.reduce(unit, now=True, last=True)
 
     def _agree_on_order(self) -> None:
         """Reduce in reverse forward order from now on if all ranks had the same (Note [One order])."""
@@ -388,16 +338,9 @@ class Engine:
         names = "\n".join(unit.name for unit in order)
         digest = int.from_bytes(hashlib.sha256(names.encode()).digest()[:4], "big")
         comms = dict.fromkeys(group.comms.gather for unit in self.units for group in unit.groups)
-        # The second round tells the ranks of one group what those of their other groups found.
-        agreed = all(_all_equal(digest, comm, self.device) for comm in comms)
-        if all(_all_equal(int(agreed), comm, self.device) for comm in comms) and agreed:
+        # Every rank takes part in all comparisons, whatever the first ones say. The second round tells the ranks of
+        # one group what those of their other groups found.
+        first = [all_equal(digest, comm, self.device) for comm in comms]
+        second = [all_equal(int(all(first)), comm, self.device) for comm in comms]
+        if all(first) and all(second):
             self._reduce_order = order
-
-
-def _all_equal(value: int, comm: Communicator, device: torch.device) -> bool:
-    """Whether all ranks of `comm` have the same `value`; one collective of 16 bytes."""
-    if comm.size == 1:
-        return True
-    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(pair, dist.ReduceOp.MAX, group=comm.group)
-    return bool(pair[0] == -pair[1])

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from megatron.fsdp.collectives import all_gather_single
 from megatron.fsdp.layout import RowRange
 
 
@@ -148,7 +149,7 @@ def gather_full(local: Tensor, info: ShardInfo) -> Tensor:
     for group, size in info.groups:
         if size > 1:
             gathered = parts.new_empty((size * parts.shape[0], *parts.shape[1:]))
-            dist.all_gather_into_tensor(gathered, parts.contiguous(), group=group)
+            all_gather_single(gathered, parts.contiguous(), group=group)
             parts = gathered
     full = local.new_empty(info.shape)
     for part, rows in zip(parts, info.ranges, strict=True):

@@ -29,6 +29,7 @@ from megatron.models.block import Block
 from megatron.models.config import ModelConfig
 from megatron.models.gpt import Embedding, GPTModel
 from megatron.models.init import Initializer
+from megatron.models.moe.experts import global_names
 from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from megatron.parallel.random import RngStreams
@@ -162,19 +163,21 @@ def wrap_model(
         fsdp_config,
         placement_for=placement_callback(mesh, per_token=config.calculate_per_token_loss),
         unit_modules=unit_modules(model, mesh),
-        initialize=Initializer(config.seed, mesh),
-        locate=locate_callback(mesh),
+        initialize=Initializer(config.seed, mesh, global_names(mesh, config.num_experts)),
+        locate=locate_callback(mesh, global_names(mesh, config.num_experts)),
     )
 
 
-def unit_modules(model: nn.Module, mesh: ParallelMesh) -> tuple[type[nn.Module], ...]:
-    """What is gathered together: a layer, the embedding. In a pipeline a tied embedding is a unit without positions, so
-    that its two copies are cut alike.
+def unit_modules(model: nn.Module, mesh: ParallelMesh) -> Callable[[str, nn.Module], bool]:
+    """What is gathered on its own: a layer, the embedding, the head; the final norm stays with the root.
+
+    In a pipeline the word embedding is a unit without positions, so that the copies of a tied one are cut alike.
     """
+    parts: tuple[type[nn.Module], ...] = (Block, Embedding)
     embedding = getattr(model, "embedding", None)
-    if mesh.size("pp") == 1 or embedding is None:
-        return (Block, Embedding)
-    return (Block, Embedding, type(embedding.word_embeddings))
+    if mesh.size("pp") > 1 and embedding is not None:
+        parts = (*parts, type(embedding.word_embeddings))
+    return lambda name, module: isinstance(module, parts) or name == "output_layer"
 
 
 def placement_callback(
@@ -203,8 +206,13 @@ def placement_callback(
     return placement_for
 
 
-def locate_callback(mesh: ParallelMesh) -> Callable[[str, torch.Tensor], Location]:
-    """Where a parameter of this rank lies in the whole model, for checkpoints that any layout loads."""
+def locate_callback(
+    mesh: ParallelMesh, name_of: Callable[[str, torch.Tensor], str] = lambda name, parameter: name
+) -> Callable[[str, torch.Tensor], Location]:
+    """Where a parameter of this rank lies in the whole model, for checkpoints that any layout loads.
+
+    name_of: its name in the whole model, where experts have other numbers.
+    """
 
     def locate(name: str, parameter: torch.Tensor) -> Location:
         annotation = annotation_of(parameter)
@@ -212,7 +220,7 @@ def locate_callback(mesh: ParallelMesh) -> Callable[[str, torch.Tensor], Locatio
         shape = tuple(parameter.shape)
         chunks = local_chunks(annotation, shape, mesh.rank(axis), mesh.size(axis))
         return Location(
-            name,
+            name_of(name, parameter),
             tuple(global_shape(annotation, shape, mesh.size(axis))),
             tuple(Chunk(chunk.global_offsets, chunk.local_offsets, chunk.sizes) for chunk in chunks),
         )
