@@ -125,6 +125,8 @@ class PipelineModel(nn.Module):
         if not config.untie_embeddings_and_output_weights:
             self._tied_group = mesh.subgroup("pp", (0, mesh.size("pp") - 1))
         self._sum_tied = False
+        self.auxiliary_scale: Callable[[Batch], float | Tensor] | None = None
+        """Of a microbatch, where the scale of its auxiliary gradients is its own (megatron/train/auxiliary.py)."""
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -266,10 +268,11 @@ class _Runner:
         self.device = torch.device(self.mesh.device_type)
         self.channel = Channel(group, self.device, timeout=self.plan.timeout)
         self.options = backend.options
-        self.delayed = {
+        self.delayed: dict[int, list[Any]] = {
             stage: [module for module in reversed(list(chunk.modules())) if backend.needs_backward_dw(module)]
             for stage, chunk in model.by_stage.items()
         }
+        self.scales: dict[int, float | Tensor] = {}
         self.last_executor: PipelineExecutor | None = None
         """Of the last run; what it recorded and its peak are there to be looked at."""
 
@@ -337,6 +340,8 @@ class _Runner:
 
         def forward(microbatch: int, inputs: Message) -> Tensor:
             batch = source.take(microbatch)
+            if self.model.auxiliary_scale is not None:
+                self.scales[microbatch] = self.model.auxiliary_scale(batch)
             arguments = {name: value for name, value in batch.items() if name != "loss_mask"}
             if arguments.get("position_ids") is None and self.mesh.size("cp") == 1:
                 tokens = arguments["tokens"]
@@ -345,6 +350,8 @@ class _Runner:
                 )
             if inputs:
                 arguments["hidden"] = inputs[0]
+            if last and self.model.config.mtp is not None:
+                arguments["loss_mask"] = batch["loss_mask"]
             if not last:
                 arguments.pop("labels", None)
                 return chunk(**arguments)
@@ -363,6 +370,8 @@ class _Runner:
         chunk = self.model.by_stage[stage]
 
         def flags(action: Compute) -> AbstractContextManager[None]:
+            if action.microbatch in self.scales:
+                chunk.module.auxiliary.scale = self.scales[action.microbatch]
             return contextlib.nullcontext() if action.microbatch == count - 1 else chunk.no_sync()
 
         return flags

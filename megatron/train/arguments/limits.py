@@ -5,7 +5,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 
+from megatron.parallel.pipeline.schedules import make_schedule
 from megatron.train.arguments.tables import flags_by_dest
+from megatron.train.pipeline import pipeline_plan
 
 # destination: (lowest, highest or None, whether the highest itself is allowed)
 _RANGES: dict[str, tuple[float, float | None, bool]] = {
@@ -140,34 +142,31 @@ def _sequence(v: Namespace) -> None:
 
 
 def _pipeline(v: Namespace) -> None:
-    stages = v.pipeline_model_parallel_size
-    if stages == 1 or v.pipeline_model_parallel_layout is not None:
+    ranks = v.pipeline_model_parallel_size
+    if ranks == 1:
+        for flag, given in (
+            ("--pipeline-model-parallel-layout", v.pipeline_model_parallel_layout),
+            ("--decoder-first-pipeline-num-layers", v.decoder_first_pipeline_num_layers),
+            ("--decoder-last-pipeline-num-layers", v.decoder_last_pipeline_num_layers),
+            ("--delay-wgrad-compute", v.delay_wgrad_compute or None),
+        ):
+            if given is not None:
+                raise ValueError(f"{flag} is for pipelines: give --pipeline-model-parallel-size 2 or more")
         return
-    layers = v.num_layers + v.account_for_embedding_in_pipeline_split + v.account_for_loss_in_pipeline_split
-    chunks = v.virtual_pipeline_model_parallel_size or 1
-    first, last = v.decoder_first_pipeline_num_layers, v.decoder_last_pipeline_num_layers
-    middle, rest = stages - (first is not None) - (last is not None), layers - (first or 0) - (last or 0)
-    if rest < 0 or (middle == 0 and rest) or (middle and rest % (middle * chunks)):
-        raise ValueError(
-            f"--num-layers {v.num_layers} does not spread over --pipeline-model-parallel-size {stages}"
-            f"{f' x {chunks} virtual stages' if chunks > 1 else ''}: {rest} layers for {middle} stages; give "
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers or a "
-            "--pipeline-model-parallel-layout"
-        )
-    if chunks > 1:
-        group = v.microbatch_group_size_per_vp_stage or stages
-        if group < stages:
+    for flag, given in (("--num-experts", v.num_experts), ("--mtp-num-layers", v.mtp_num_layers)):
+        if given:
             raise ValueError(
-                f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
-                f"--pipeline-model-parallel-size {stages}: raise it"
+                f"{flag} {given} with --pipeline-model-parallel-size {ranks} is not there yet: use expert or tensor "
+                "parallelism with --use-megatron-fsdp"
             )
-        _multiple(
-            "interleaving: the number of microbatches (--global-batch-size / --micro-batch-size / "
-            "data parallel)",
-            v.num_microbatches,
-            f"--pipeline-model-parallel-size {stages}",
-            stages,
+    plan = pipeline_plan(v)
+    if any(stage.num_mtp for stage in plan.stages):
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {v.pipeline_model_parallel_layout}: multi-token prediction layers (m) "
+            "are not there yet in a pipeline: leave them out"
         )
+    # Says the schedule's rule where the group is too small; any number of microbatches will do.
+    make_schedule(plan.schedule, plan.shape(ranks, 1), plan.group_size)
 
 
 def _experts(v: Namespace) -> None:
@@ -223,6 +222,13 @@ def _experts(v: Namespace) -> None:
     if isinstance(kinds, list) and (not isinstance(weights, list) or len(kinds) != len(weights)):
         raise ValueError(
             f"--moe-router-load-balancing-type has {len(kinds)} values: give --moe-aux-loss-coeff as many"
+        )
+
+
+def _prediction(v: Namespace) -> None:
+    if v.mtp_num_layers and v.mtp_num_layers >= v.seq_length:
+        raise ValueError(
+            f"--mtp-num-layers {v.mtp_num_layers} looks past the end of --seq-length {v.seq_length}: lower it"
         )
 
 
@@ -337,6 +343,7 @@ _CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _sequence,
     _pipeline,
     _experts,
+    _prediction,
     _data_parallel,
     _schedule,
     _recompute,

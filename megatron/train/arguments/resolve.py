@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron.parallel.pipeline.stages import parse_layout
 from megatron.train.arguments.batch import batch_schedule
 
 
@@ -155,6 +156,15 @@ def _virtual_stages(v: Namespace) -> int | None:
                 f"--num-layers-per-virtual-pipeline-stage {v.num_layers_per_virtual_pipeline_stage}"
             )
         stages = layers // chunk
+    if v.pipeline_model_parallel_layout is not None:
+        ranks = v.pipeline_model_parallel_size
+        count = len(parse_layout(v.pipeline_model_parallel_layout, v.num_layers))
+        if count % ranks:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout {v.pipeline_model_parallel_layout} has {count} stages: give a "
+                f"multiple of --pipeline-model-parallel-size {ranks}"
+            )
+        stages = count // ranks
     return None if stages == 1 else stages
 
 

@@ -44,12 +44,13 @@ def test_illegal_pairs(rule: Rule) -> None:
         ("--cp-comm-type p2p a2a", 1, "--cp-comm-type has 2 values"),
         ("--cp-comm-type a2a --context-parallel-size 16 --seq-length 64", 16, "--num-attention-heads 8"),
         ("--max-position-embeddings 16", 1, "--max-position-embeddings 16 is less than --seq-length 32"),
-        ("--pipeline-model-parallel-size 3", 3, "--num-layers 4 does not spread over"),
+        ("--pipeline-model-parallel-size 7", 7, "stage 1 of 7 has nothing to do (--num-layers 4"),
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 2, "--num-layers 4"),
         (
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 1",
             2,
-            "interleaving",
+            "interleaved: groups of 1 microbatches are too small for 2 ranks; the least is 2",
         ),
         ("--num-experts 6 --expert-model-parallel-size 4", 4, "--num-experts 6 is not a multiple"),
         (

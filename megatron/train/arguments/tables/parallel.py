@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_PIPELINE = (
-    "pipeline parallelism is planned; use tensor or context parallelism, or ZeRO-3 (--use-megatron-fsdp)"
+NO_DEFERRAL = (
+    "the head's weight gradient is not deferred on its own; --delay-wgrad-compute defers all of them"
 )
-NO_EXPERTS = "mixture-of-experts layers are planned; leave them out for a dense model"
 SEE_SHARDS = "see --tensor-parallel-num-weight-shards"
 USER_BUFFERS = "tunes kernels of Transformer Engine's user buffers"
 
@@ -64,36 +63,96 @@ FLAGS: tuple[Flag, ...] = (
         "batches of very unequal sequences are left to fine-tuning frameworks",
     ),
     refused("--max-seqlen-per-dp-cp-rank", int, None, "see --hybrid-context-parallel"),
-    not_yet("--pipeline-model-parallel-size", int, 1, NO_PIPELINE),
-    not_yet("--num-layers-per-virtual-pipeline-stage", int, None, NO_PIPELINE),
-    not_yet("--num-virtual-stages-per-pipeline-rank", int, None, NO_PIPELINE),
-    not_yet(
+    works(
+        "--pipeline-model-parallel-size",
+        int,
+        1,
+        "Ranks that the layers are divided over, in stages (docs/concepts/pipeline.md).",
+        "train/pipeline.py",
+        test="train/test_pipeline.py",
+    ),
+    works(
+        "--num-layers-per-virtual-pipeline-stage",
+        int,
+        None,
+        "Layers of one of a rank's several stages: how many stages follows, and 1F1B is interleaved.",
+        "train/arguments/resolve.py",
+        test="train/test_pipeline_arguments.py",
+    ),
+    works(
+        "--num-virtual-stages-per-pipeline-rank",
+        int,
+        None,
+        "Stages on each pipeline rank; with more than one, 1F1B is interleaved.",
+        "train/arguments/resolve.py",
+        test="train/test_pipeline_arguments.py",
+    ),
+    works(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         int,
         None,
-        NO_PIPELINE,
+        "Interleaved 1F1B: microbatches that go through a stage in a row, at least the pipeline ranks.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
         dest="microbatch_group_size_per_vp_stage",
     ),
-    not_yet("--pipeline-model-parallel-layout", str, None, NO_PIPELINE),
-    not_yet("--decoder-first-pipeline-num-layers", int, None, NO_PIPELINE),
-    not_yet("--decoder-last-pipeline-num-layers", int, None, NO_PIPELINE),
-    not_yet("--account-for-embedding-in-pipeline-split", Switch.ON, False, NO_PIPELINE),
-    not_yet("--account-for-loss-in-pipeline-split", Switch.ON, False, NO_PIPELINE),
+    works(
+        "--pipeline-model-parallel-layout",
+        str,
+        None,
+        "What each stage holds, such as 'Et*3|t*4|t*3L': E embedding, t layer, L loss, | ends a stage.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
+    ),
+    works(
+        "--decoder-first-pipeline-num-layers",
+        int,
+        None,
+        "Layers of the first pipeline rank; the others share the rest.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
+    ),
+    works(
+        "--decoder-last-pipeline-num-layers",
+        int,
+        None,
+        "Layers of the last pipeline rank; the others share the rest.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
+    ),
+    works(
+        "--account-for-embedding-in-pipeline-split",
+        Switch.ON,
+        False,
+        "Count the embedding as a layer of the first stage when layers are divided.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
+    ),
+    works(
+        "--account-for-loss-in-pipeline-split",
+        Switch.ON,
+        False,
+        "Count head and loss as a layer of the last stage when layers are divided.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
+    ),
     not_yet(
         "--pipeline-model-parallel-comm-backend",
         str,
         None,
-        NO_PIPELINE,
+        "stages use the backend of --distributed-backend; leave it out",
         choices=(
             "nccl",
             "ucc",
         ),
     ),
-    no_op(
+    works(
         "--no-overlap-p2p-communication",
         Switch.OFF,
         True,
-        "when stages exchange activations does not change the result",
+        "Wait for each message between pipeline stages where it is posted. Changes no bit of the result.",
+        "train/pipeline.py",
+        test="train/test_pipeline.py",
         dest="overlap_p2p_comm",
     ),
     no_op(
@@ -104,21 +163,37 @@ FLAGS: tuple[Flag, ...] = (
         dest="overlap_p2p_comm_warmup_flush",
     ),
     no_op("--use-ring-exchange-p2p", Switch.ON, False, "stages use batched point-to-point operations"),
-    not_yet("--defer-embedding-wgrad-compute", Switch.ON, False, NO_PIPELINE),
-    not_yet("--wgrad-deferral-limit", int, 0, NO_PIPELINE),
-    not_yet(
+    not_yet("--defer-embedding-wgrad-compute", Switch.ON, False, NO_DEFERRAL),
+    not_yet("--wgrad-deferral-limit", int, 0, NO_DEFERRAL),
+    works(
         "--delay-wgrad-compute",
         Switch.ON,
         False,
-        "splitting the backward pass comes with pipeline parallelism",
+        "Pipelines: compute weight gradients when a rank would wait otherwise (a zero-bubble schedule).",
+        "train/pipeline.py",
+        test="train/test_pipeline.py",
     ),
-    not_yet("--expert-model-parallel-size", int, 1, NO_EXPERTS),
-    not_yet("--expert-tensor-parallel-size", int, None, NO_EXPERTS),
+    works(
+        "--expert-model-parallel-size",
+        int,
+        1,
+        "Ranks that a layer's experts are shared out over.",
+        "train/build.py",
+        test="models/moe/test_parallel.py",
+    ),
+    works(
+        "--expert-tensor-parallel-size",
+        int,
+        None,
+        "Ranks that cut each expert; default --tensor-model-parallel-size.",
+        "train/build.py",
+        test="models/moe/test_parallel.py",
+    ),
     no_op(
         "--use-tp-pp-dp-mapping",
         Switch.ON,
         False,
-        "changes the order of ranks only with pipeline parallelism",
+        "ranks are always in the order tp, cp, dp, pp; another one changes no result",
     ),
     refused(
         "--tensor-parallel-num-weight-shards",

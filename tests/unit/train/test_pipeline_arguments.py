@@ -1,0 +1,94 @@
+"""From the command line to a pipeline's plan, and what is refused before any process group exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.train.arguments import parse_args, validate
+from megatron.train.config import TrainConfig
+from megatron.train.pipeline import pipeline_plan
+
+MODEL = "--num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+RUN = "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 0.1 --mock-data --tokenizer-type NullTokenizer"
+
+
+def validated(words: str, world: int = 4) -> TrainConfig:
+    return validate(
+        parse_args([*MODEL.split(), *RUN.split(), "--vocab-size", "32", *words.split()]), world, "cpu"
+    )
+
+
+def layers(words: str, world: int = 4) -> list[int]:
+    return [len(stage.layers) for stage in pipeline_plan(validated(words, world)).stages]
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ("--pipeline-model-parallel-size 4", [2, 2, 2, 2]),
+        ("--pipeline-model-parallel-size 4 --num-layers 6", [1, 2, 2, 1]),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", [2, 2, 2, 2]),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4", [1] * 8),
+        ("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1", [1, 2, 3, 2]),
+        ("--pipeline-model-parallel-size 4 --decoder-last-pipeline-num-layers 5", [1, 1, 1, 5]),
+        (
+            "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split --num-virtual-stages-per-pipeline-rank 2 --num-layers 6",
+            [1, 2, 2, 1],
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E|t*4|(tt|)*1ttL", [0, 4, 2, 2]),
+    ],
+)
+def test_stages(words: str, counts: list[int]) -> None:
+    """P19: what the flags say is what the stages hold."""
+    assert layers(words) == counts
+
+
+def test_schedules() -> None:
+    plan = pipeline_plan(validated("--pipeline-model-parallel-size 4"))
+    assert (plan.schedule, plan.overlap) == ("1f1b", True)
+    plan = pipeline_plan(
+        validated(
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 3 --no-overlap-p2p-communication"
+        )
+    )
+    assert (plan.schedule, plan.group_size, plan.overlap) == ("interleaved", 3, False)
+    plan = pipeline_plan(validated("--pipeline-model-parallel-size 2 --delay-wgrad-compute"))
+    assert plan.schedule == "zero-bubble"
+
+
+def test_any_number_of_microbatches() -> None:
+    """P20: three microbatches on four interleaved ranks."""
+    words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 3"
+    assert validated(words).num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--delay-wgrad-compute", "--delay-wgrad-compute is for pipelines"),
+        ("--pipeline-model-parallel-layout Et*8L", "--pipeline-model-parallel-layout is for pipelines"),
+        ("--pipeline-model-parallel-size 4 --num-layers 1", "stage 1 of 4 has nothing to do"),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|t|tL", "has 4 layers"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8|mL", "are not there yet"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4|L",
+            "has 3 stages: give a multiple",
+        ),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8|xL", "'x' means nothing"),
+        (
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 3",
+            "the least is 4",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9",
+            "--num-layers 8 does not fit",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        validated(words)
+    assert message in str(caught.value)
