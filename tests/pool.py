@@ -162,7 +162,8 @@ class Pool:
     def _ready_workers(self, world_size: int) -> list[_Worker]:
         """Start what is missing, all at once, and wait until each has answered."""
         for rank, worker in enumerate(self._workers):
-            if worker is not None and not worker.process.is_alive():
+            # An idle worker says nothing: what can be read from it is the end of a closed connection.
+            if worker is not None and (worker.connection.poll() or not worker.process.is_alive()):
                 self._retire([rank])  # died between two calls
         self._workers.extend([None] * (world_size - len(self._workers)))
         workers = []

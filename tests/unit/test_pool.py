@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -76,7 +77,7 @@ def test_call_on_warm_workers_is_fast() -> None:
         start = time.perf_counter()
         run_ranks(sum_of_ranks, 2, 1)
         times.append(time.perf_counter() - start)
-    assert min(times) < 0.2, times
+    assert min(times) < 1, times  # 0.03 on an idle machine
 
 
 def test_exception_names_rank_and_releases_peers() -> None:
@@ -84,7 +85,7 @@ def test_exception_names_rank_and_releases_peers() -> None:
     with pytest.raises(RankError, match="(?s)rank 2 failed.*ValueError: the reason") as caught:
         run_ranks(fail_on_one, 3, 2)
     assert caught.value.rank == 2
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     assert len(run_ranks(sum_of_ranks, 3, 1)) == 3
 
 
@@ -92,8 +93,16 @@ def test_dead_worker_is_noticed_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="worker died with exit code -9"):
         run_ranks(die_on_one, 2, 1)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 25  # die_on_one's peer sleeps for 30
     assert len(run_ranks(sum_of_ranks, 2, 1)) == 2
+
+
+def wait_until_gone(process: int) -> None:
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(process, 0)
+            time.sleep(0.01)
 
 
 def test_worker_killed_between_calls_is_replaced() -> None:
@@ -102,7 +111,7 @@ def test_worker_killed_between_calls_is_replaced() -> None:
     (worker,) = pool.worker_ids()
     assert worker is not None
     os.kill(worker, signal.SIGKILL)
-    time.sleep(0.2)
+    wait_until_gone(worker)
     assert len(pool.run(sum_of_ranks, 1, 1)) == 1
     assert pool.worker_ids() != [worker]
     pool.close()
