@@ -48,8 +48,8 @@ tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model data/shakes
     --append-eod --workers "$cores" --output-prefix "$folder/text" --log-interval 1000000
 data="$folder/text_text_document"
 
-train_iters=240
-first_iters=160
+train_iters=300
+first_iters=200
 model=(
     --num-layers 4 --hidden-size 192 --num-attention-heads 6 --group-query-attention --num-query-groups 2
     --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope
@@ -62,8 +62,8 @@ training=(
     --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --data-path "$data" --split 90,10,0 --data-cache-path "$folder/cache" --num-workers 0
-    --eval-interval 40 --eval-iters 20
-    --save "$folder/checkpoints" --save-interval 80 --load "$folder/checkpoints"
+    --eval-interval 50 --eval-iters 20
+    --save "$folder/checkpoints" --save-interval 100 --load "$folder/checkpoints"
     --log-interval 20 --log-throughput
     --metrics-file "$folder/metrics.jsonl" --tensorboard-dir "$folder/tensorboard"
 )
