@@ -94,6 +94,10 @@ class RotaryConfig:
             _positive("--rotary-seq-len-interpolation-factor", self.seq_len_interpolation_factor)
         if self.scaling_factor is not None:
             _positive("--rope-scaling-factor", self.scaling_factor)
+            if self.yarn is not None:
+                raise ValueError(
+                    "--use-rope-scaling with YaRN (--rope-type yarn, latent attention's default): drop it"
+                )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,21 +194,9 @@ class MoEConfig:
         experts = getattr(arguments, "num_experts", None)
         if experts is None:
             return None
-        given: dict[str, Any] = {"num_experts": experts}
-        for item in dataclasses.fields(cls):
-            for name in (f"moe_router_{item.name}", f"moe_{item.name}"):
-                value = getattr(arguments, name, None)
-                if value is not None:
-                    given[item.name] = value
+        given: dict[str, Any] = {field: getattr(arguments, name, None) for field, name in ARGUMENTS.items()}
+        given = {field: value for field, value in given.items() if value is not None}
         given.setdefault("ffn_hidden_size", dense_ffn_hidden_size)
-        for field, flag in (
-            ("load_balancing", "moe_router_load_balancing_type"),
-            ("dispatcher", "moe_token_dispatcher_type"),
-            ("flex_backend", "moe_flex_dispatcher_backend"),
-        ):
-            value = getattr(arguments, flag, None)
-            if value is not None:
-                given[field] = value
         for field in ("load_balancing", "aux_loss_coeff"):
             if field in given and not isinstance(given[field], list | tuple):
                 given[field] = (given[field],)
@@ -217,6 +204,33 @@ class MoEConfig:
         given["pattern"] = layer_pattern(getattr(arguments, "moe_layer_freq", 1), num_layers)
         return cls(**given)
 
+
+ARGUMENTS = {
+    "num_experts": "num_experts",
+    "ffn_hidden_size": "moe_ffn_hidden_size",
+    "topk": "moe_router_topk",
+    "score_function": "moe_router_score_function",
+    "pre_softmax": "moe_router_pre_softmax",
+    "num_groups": "moe_router_num_groups",
+    "group_topk": "moe_router_group_topk",
+    "topk_scaling_factor": "moe_router_topk_scaling_factor",
+    "router_dtype": "moe_router_dtype",
+    "enable_expert_bias": "moe_router_enable_expert_bias",
+    "bias_update_rate": "moe_router_bias_update_rate",
+    "load_balancing": "moe_router_load_balancing_type",
+    "aux_loss_coeff": "moe_aux_loss_coeff",
+    "z_loss_coeff": "moe_z_loss_coeff",
+    "input_jitter_eps": "moe_input_jitter_eps",
+    "expert_capacity_factor": "moe_expert_capacity_factor",
+    "pad_expert_input_to_capacity": "moe_pad_expert_input_to_capacity",
+    "token_drop_policy": "moe_token_drop_policy",
+    "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "shared_expert_gate": "moe_shared_expert_gate",
+    "apply_probs_on_input": "moe_apply_probs_on_input",
+    "dispatcher": "moe_token_dispatcher_type",
+    "flex_backend": "moe_flex_dispatcher_backend",
+}
+"""Field -> destination of its flag."""
 
 LOG_NAMES = {
     "aux_loss": "load_balancing_loss",

@@ -104,7 +104,7 @@ def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """
     num_tokens, topk = weights.shape
     entries = rows.new_zeros(num_tokens * topk, rows.shape[1]).index_copy(0, order, rows)
-    return (entries.view(num_tokens, topk, -1) * weights.unsqueeze(-1)).sum(1)
+    return (entries.view(num_tokens, topk, rows.shape[1]) * weights.unsqueeze(-1)).sum(1)
 
 
 class _Permute(torch.autograd.Function):
@@ -118,7 +118,7 @@ class _Permute(torch.autograd.Function):
         entries = grad.new_zeros(ctx.num_tokens * ctx.topk, grad.shape[1])
         entries.index_copy_(0, ctx.order, grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
-        return entries.view(ctx.num_tokens, ctx.topk, -1).sum(1, dtype=wide).to(grad.dtype), None, None
+        return entries.view(ctx.num_tokens, ctx.topk, grad.shape[1]).sum(1, dtype=wide).to(grad.dtype), None, None
 
 
 def slots(routing: Routing) -> Tensor:

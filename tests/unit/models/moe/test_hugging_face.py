@@ -1,0 +1,285 @@
+"""Independent witnesses: random Hugging Face models with experts give our logits and input gradients, EP and TP 1, 2.
+
+For RoPE pairs, latent attention, YaRN, routing, groups, gates and shared experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.models.backends.base import LayerOptions
+from megatron.models.backends.torch import TorchBackend
+from megatron.models.config import ModelConfig, RotaryConfig
+from megatron.models.deepseek import MLAConfig, YarnConfig
+from megatron.models.gpt import GPTModel
+from megatron.models.init import Initializer, materialise
+from megatron.models.moe.config import MoEConfig
+from megatron.parallel.mesh import ParallelMesh, ParallelSizes
+from tests.pool import run_ranks
+from tests.unit.models.helpers import random_batch, relative_error
+from tests.unit.models.moe.shapes import load_whole
+
+LENGTH = 20
+THEIRS: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 62,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "attn_implementation": "eager",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+OURS: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 62,
+    "max_position_embeddings": 64,
+    "layernorm_epsilon": 1e-6,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "activation": "silu",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    theirs = MixtralForCausalLM(
+        MixtralConfig(**THEIRS, intermediate_size=24, num_key_value_heads=2, num_local_experts=4)
+    )
+    moe = MoEConfig(4, 24, (True, True), topk=2, dispatcher="alltoall")
+    rotary = RotaryConfig(base=500.0)
+    return theirs, ModelConfig(**OURS, ffn_hidden_size=24, num_query_groups=2, rotary=rotary, moe=moe)
+
+
+def qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    theirs = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **THEIRS,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            num_key_value_heads=2,
+            head_dim=12,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=False,
+            mlp_only_layers=[0],
+        )
+    )
+    moe = MoEConfig(8, 12, (False, True), topk=3, pre_softmax=True, dispatcher="alltoall")
+    ours = {**OURS, "ffn_hidden_size": 40, "num_query_groups": 2, "kv_channels": 12, "qk_layernorm": True}
+    return theirs, ModelConfig(**ours, rotary=RotaryConfig(base=500.0), moe=moe)
+
+
+def deepseek_v3():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    }
+    theirs = DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **{**THEIRS, "rope_parameters": rope, "max_position_embeddings": 64},
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            num_key_value_heads=4,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            num_experts_per_tok=4,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+            q_lora_rank=12,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=12,
+            v_head_dim=6,
+        )
+    )
+    moe = MoEConfig(
+        8,
+        12,
+        (False, True),
+        topk=4,
+        num_groups=4,
+        group_topk=2,
+        score_function="sigmoid",
+        enable_expert_bias=True,
+        topk_scaling_factor=2.5,
+        shared_expert_intermediate_size=24,
+        dispatcher="alltoall",
+    )
+    yarn = YarnConfig(4.0, 16, 8.0, 0.5, mscale=1.0, mscale_all_dim=0.7)
+    mla = MLAConfig(q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=12, v_head_dim=6)
+    rotary = RotaryConfig(base=500.0, yarn=yarn)
+    config = ModelConfig(**OURS, ffn_hidden_size=40, qk_layernorm=True, rotary=rotary, moe=moe, mla=mla)
+    return theirs, config
+
+
+MODELS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3}
+
+
+def interleave_groups(query: Tensor, key: Tensor, value: Tensor, config: ModelConfig) -> Tensor:
+    groups, d = config.num_query_groups, config.kv_channels
+    pieces = [item.reshape(groups, -1, d, *item.shape[1:]) for item in (query, key, value)]
+    return torch.cat(pieces, dim=1).reshape(-1, *query.shape[1:])
+
+
+def converted(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Their weights under our names."""
+    ours = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for layer in range(config.num_layers):
+        theirs, mine = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        take = lambda name, prefix=theirs: state[prefix + name]
+        attention = latent_attention(take) if config.mla else grouped_attention(take, config)
+        ours |= {mine + name: value for name, value in attention.items()}
+        assert config.moe is not None
+        make = experts if config.moe.has_experts(layer) else dense
+        ours |= {mine + name: value for name, value in make(take, state, theirs, config).items()}
+    return ours
+
+
+def grouped_attention(take: Any, config: ModelConfig) -> dict[str, Tensor]:
+    qkv = [take(f"self_attn.{name}_proj.weight") for name in "qkv"]
+    found = {
+        "self_attention.linear_qkv.layer_norm_weight": take("input_layernorm.weight"),
+        "self_attention.linear_qkv.weight": interleave_groups(*qkv, config),
+        "self_attention.linear_proj.weight": take("self_attn.o_proj.weight"),
+    }
+    if config.qk_layernorm:
+        found |= {f"self_attention.{n}_layernorm.weight": take(f"self_attn.{n}_norm.weight") for n in "qk"}
+    return found
+
+
+def latent_attention(take: Any) -> dict[str, Tensor]:
+    names = {
+        "input_layernorm.weight": "input_layernorm.weight",
+        "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+        "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+        "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+        "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    }
+    return {mine: take(theirs) for mine, theirs in names.items()}
+
+
+def dense(take: Any, state: dict[str, Tensor], prefix: str, config: ModelConfig) -> dict[str, Tensor]:
+    return {
+        "mlp.linear_fc1.layer_norm_weight": take("post_attention_layernorm.weight"),
+        "mlp.linear_fc1.weight": torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]),
+        "mlp.linear_fc2.weight": take("mlp.down_proj.weight"),
+    }
+
+
+def experts(take: Any, state: dict[str, Tensor], prefix: str, config: ModelConfig) -> dict[str, Tensor]:
+    found = {
+        "pre_mlp_layernorm.weight": take("post_attention_layernorm.weight"),
+        "mlp.router.weight": take("mlp.gate.weight"),
+    }
+    for i, (up, down) in enumerate(
+        zip(take("mlp.experts.gate_up_proj"), take("mlp.experts.down_proj"), strict=True)
+    ):
+        found |= {f"mlp.experts.linear_fc1.weight{i}": up, f"mlp.experts.linear_fc2.weight{i}": down}
+    if prefix + "mlp.gate.e_score_correction_bias" in state:
+        found["mlp.router.expert_bias"] = take("mlp.gate.e_score_correction_bias")
+        shared = [take(f"mlp.shared_experts.{name}_proj.weight") for name in ("gate", "up")]
+        found["mlp.shared_experts.linear_fc1.weight"] = torch.cat(shared)
+        found["mlp.shared_experts.linear_fc2.weight"] = take("mlp.shared_experts.down_proj.weight")
+    return found
+
+
+@functools.cache
+def witness(name: str) -> tuple[dict[str, Tensor], ModelConfig, Tensor, Tensor]:
+    """(weights by our names, config, logits, gradient of the input embeddings)."""
+    torch.manual_seed(4)
+    theirs, config = MODELS[name]()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            noise = torch.randn_like(parameter) * 0.2
+            parameter.copy_(1 + noise if parameter.dim() == 1 else noise)
+        for buffer_name, buffer in theirs.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.normal_(0.0, 0.1)
+    theirs.eval()
+    tokens, labels = random_batch(config, length=LENGTH)
+    inputs = theirs.get_input_embeddings()(tokens).detach().requires_grad_()
+    logits = theirs(inputs_embeds=inputs).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    state = {key: value.detach() for key, value in theirs.state_dict().items()}
+    return converted(state, config), config, logits.detach(), inputs.grad
+
+
+def run_rank(rank, world_size, state, config, sizes, sequence_parallel):
+    """Logits of this rank's columns and the gradient of the embeddings."""
+    mesh = ParallelMesh(ParallelSizes(**sizes)) if sizes else ParallelMesh.single()
+    options = LayerOptions.from_mesh(mesh, sequence_parallel=sequence_parallel, device="meta")
+    model = materialise(GPTModel(config, TorchBackend(options), mesh), Initializer(1, mesh))
+    load_whole(model, state, mesh)
+    model.eval()
+    tokens, labels = random_batch(config, length=LENGTH)
+    found: list[Tensor] = []
+    model.embedding.word_embeddings.register_forward_hook(lambda module, args, out: found.append(out))
+    losses = model(tokens, labels=labels)
+    found[0].retain_grad()
+    losses.mean().backward()
+    grad = found[0].grad
+    if sequence_parallel:
+        whole = [torch.empty_like(grad) for _ in range(mesh.size("tp"))]
+        dist.all_gather(whole, grad.contiguous(), group=mesh.group("tp"))
+        grad = torch.cat(whole)
+    with torch.no_grad():
+        return model(tokens), grad.transpose(0, 1)
+
+
+LAYOUTS = {
+    "ep1": ({}, False),
+    "ep2": ({"data": 2, "expert": 2}, False),
+    "tp2-etp2": ({"tensor": 2, "expert_tensor": 2}, False),
+    "tp2-sp-ep2": ({"tensor": 2, "expert": 2}, True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_equals_hugging_face(name, layout):
+    state, config, logits, grad = witness(name)
+    sizes, sequence_parallel = LAYOUTS[layout]
+    if sizes:
+        results = run_ranks(run_rank, 2, state, config, sizes, sequence_parallel, timeout=120)
+    else:
+        results = [run_rank(0, 1, state, config, {}, False)]
+    columns = [item[0] for item in results] if "tensor" in sizes else [results[0][0]]
+    assert relative_error(torch.cat(columns, dim=-1), logits) < 1e-5
+    for _, ours in results:
+        assert relative_error(ours, grad) < 1e-5
