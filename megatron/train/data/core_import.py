@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
@@ -28,7 +30,7 @@ def import_core_datasets() -> None:
     """
     if "megatron.core.datasets.gpt_dataset" in sys.modules and _HELPERS in sys.modules:
         return
-    with quiet_core():
+    with quiet_core(), _without_compiler():
         try:
             importlib.import_module("megatron.core")
         except ModuleNotFoundError as error:
@@ -47,6 +49,18 @@ def import_core_datasets() -> None:
         importlib.import_module("megatron.core.datasets.blended_megatron_dataset_builder")
     # From here on its modules log at INFO and WARNING about each step; errors are raised anyway.
     logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Make torch.compile a no-op: megatron-core decorates functions that datasets never call, and the first
+    use of torch.compile imports the whole compiler (4 s of CPU time on every rank).
+    """
+    compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)
+    try:
+        yield
+    finally:
+        torch.compile = compile_
 
 
 @contextmanager
