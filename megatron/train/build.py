@@ -36,7 +36,7 @@ from megatron.parallel.random import RngStreams
 from megatron.train.arguments.model import model_config_from
 from megatron.train.config import TrainConfig
 from megatron.train.data import DataIterators, build_data_iterators, data_config_from_args, validate_data
-from megatron.train.initialize import Launch
+from megatron.train.initialize import Launch, set_variables
 from megatron.train.loss_scale import loss_scaler_from_config
 from megatron.train.lr_schedule import OptimizerParamScheduler, schedule_from_config
 from megatron.train.optimizer import build_optimizer, optimizer_config
@@ -121,9 +121,19 @@ def build_backend(config: TrainConfig, mesh: ParallelMesh, streams: RngStreams |
         seed=config.seed,
     )
     if config.transformer_impl == "transformer_engine":
-        from megatron.models.backends.transformer_engine import TransformerEngineBackend
+        from megatron.models.backends.transformer_engine import (
+            EngineSettings,
+            TransformerEngineBackend,
+            attention_environment,
+        )
 
-        return TransformerEngineBackend(options)
+        set_variables(
+            attention_environment(config.attention_backend)
+        )  # before Transformer Engine is imported
+        backend = TransformerEngineBackend(options, EngineSettings(config.attention_backend))
+        if mesh.global_rank == 0:
+            print(backend.describe(), flush=True)
+        return backend
     from megatron.models.backends.torch import TorchBackend
 
     return TorchBackend(options)

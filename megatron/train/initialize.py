@@ -113,6 +113,11 @@ def tasks_on_node(tasks: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)] if counts else 1
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables that a library reads at its import."""
+    os.environ.update(variables)
+
+
 def cuda_is_there() -> bool:
     """Whether this machine has a GPU that torch can use."""
     return torch.cuda.is_available()

@@ -30,11 +30,15 @@ FLAGS: tuple[Flag, ...] = (
             ("inference_optimized", "inference is left to megatron-core; use local or transformer_engine"),
         ),
     ),
-    no_op(
+    works(
         "--attention-backend",
         str,
         "auto",
-        "the backend chooses the attention kernel",
+        "Attention kernels that Transformer Engine may choose from (flash-attention, cuDNN's fused, unfused; "
+        "auto: all), by its NVTE_ variables; local takes torch's. Without effect on --transformer-impl local, "
+        "whose attention is torch's.",
+        "train/build.py",
+        test="te/test_backend.py",
         choices=(
             "flash",
             "fused",
