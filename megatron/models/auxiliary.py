@@ -178,7 +178,7 @@ class _Attach(torch.autograd.Function):
         for name, weight, value in zip(record.names, record.weights, ctx.values, strict=True):
             if record.counted:
                 owner.record(record.layer, name, value)
-            grads.append((torch.ones_like(value) * (weight * owner.scale)).to(value.dtype))
+            grads.append((torch.ones_like(value) * owner.scale * weight).to(value.dtype))
         if record.counts is not None:
             owner.record_load(record.layer, record.counts)
         return grad, None, *grads

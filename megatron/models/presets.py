@@ -6,6 +6,8 @@ the machine and the run.
 
 from __future__ import annotations
 
+from megatron.models.presets_experts import EXPERT_PRESETS
+
 FlagValue = bool | int | float | str
 
 _GPT2_SHAPE: dict[str, FlagValue] = {
@@ -105,6 +107,7 @@ PRESETS: dict[str, dict[str, FlagValue]] = {
         "--vocab-size": 128256,
         "--norm-epsilon": 1e-5,
     },
+    **EXPERT_PRESETS,
 }
 
 

@@ -23,6 +23,15 @@ from megatron.train.evaluate import EvaluationResult
 from megatron.train.step import StepResult
 
 BYTES_PER_MIB = 2**20
+# Losses and loads of the layers' own (megatron/models/auxiliary.py), in the order of the printed line.
+AUXILIARY = (
+    "load_balancing_loss",
+    "seq_load_balancing_loss",
+    "global_load_balancing_loss",
+    "z_loss",
+    "mtp_loss",
+    "max_expert_load",
+)
 
 
 class Sink(Protocol):
@@ -131,6 +140,7 @@ class ReportOptions:
         flops_per_step: of the whole model for one global batch, forward and backward.
         world_size: ranks.
         show_throughput: print TFLOP/s (--log-throughput).
+        per_layer: also write each layer's losses and each expert's load (--moe-per-layer-logging).
     """
 
     train_iters: int
@@ -140,6 +150,7 @@ class ReportOptions:
     flops_per_step: float
     world_size: int
     show_throughput: bool = True
+    per_layer: bool = False
 
 
 class Reporter:
@@ -208,6 +219,7 @@ class Reporter:
             "nan_iterations": self._nans,
             **memory_usage(self.device),
         }
+        values |= _shown(result.auxiliary, options.per_layer)
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
         if params_norm is not None:
@@ -250,6 +262,11 @@ class Reporter:
             sink.write(iteration, values)
 
 
+def _shown(auxiliary: Mapping[str, float], per_layer: bool) -> dict[str, float]:
+    """What is told of the layers' own numbers; those of a single layer have a slash in their name."""
+    return {name: value for name, value in auxiliary.items() if per_layer or "/" not in name}
+
+
 def training_line(iteration: int, values: Mapping[str, float], options: ReportOptions) -> str:
     """One interval as Megatron prints it (its log readers parse these words)."""
     parts = [
@@ -267,6 +284,7 @@ def training_line(iteration: int, values: Mapping[str, float], options: ReportOp
         f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
     ]
+    parts += [f"{name.replace('_', ' ')}: {values[name]:.6E}" for name in AUXILIARY if name in values]
     if "num_zeros" in values:
         parts.append(f"num zeros: {int(values['num_zeros'])}")
     if "params_norm" in values:

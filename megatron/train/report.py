@@ -28,6 +28,7 @@ def build_reporter(run: Run, stream: TextIO) -> Reporter:
         flops_per_step=training_flops(run.model_config, config.seq_length) * config.global_batch_size,
         world_size=run.launch.world_size,
         show_throughput=config.log_throughput,
+        per_layer=config.moe_per_layer_logging,
     )
     if run.launch.rank != 0:
         return Reporter(options, device=run.device)

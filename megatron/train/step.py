@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron.parallel.annotate import annotation_of
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.replicated import sum_replicated_gradients
+from megatron.train.auxiliary import StepAuxiliary
 from megatron.train.errors import RunStopped
 from megatron.train.grad_norm import GradientStatistics, clip_coefficient, local_tensor
 from megatron.train.loss_scale import LossScaleConfig, LossScaler
@@ -87,7 +88,10 @@ class BatchSize:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Numbers of one step, the same on every rank. `loss`: per token, by the rule of the mode."""
+    """Numbers of one step, the same on every rank.
+
+    `loss`: per token, by the rule of the mode. `auxiliary`: losses and loads of the layers' own, by name.
+    """
 
     loss: float
     grad_norm: float
@@ -96,6 +100,7 @@ class StepResult:
     skipped: bool
     loss_scale: float
     stop_requested: bool
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
 def masked_loss(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,6 +136,9 @@ class TrainStep:
         self.loss_function = loss_function
         self.device = torch.device(device)
         self.named_parameters = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        self.auxiliary = StepAuxiliary(state.model)
+        if isinstance(self.model, PipelineModel) and options.per_token and self.auxiliary.present:
+            self.model.auxiliary_scale = self._auxiliary_scale
         self.statistics = GradientStatistics(
             [parameter for _, parameter in self.named_parameters], mesh, with_zeros=options.count_zeros
         )
@@ -170,6 +178,8 @@ class TrainStep:
         self.scaler.update(overflow)
         if not skipped:
             self._update(inverse * clip_coefficient(norm, self.options.clip_grad), size.samples)
+        everywhere = size.num_microbatches * self.mesh.size("dp")
+        auxiliary = self.auxiliary.finish(numbers.auxiliary, everywhere, updated=not skipped)
         return StepResult(
             loss=numbers.loss,
             grad_norm=norm,
@@ -178,6 +188,7 @@ class TrainStep:
             skipped=skipped,
             loss_scale=scale,
             stop_requested=numbers.stop > 0,
+            auxiliary=auxiliary,
         )
 
     def _forward_backward(self, batches: Iterator[Batch], count: int) -> tuple[Tensor, Tensor]:
@@ -185,6 +196,7 @@ class TrainStep:
         each.
         """
         self.model.zero_grad_buffer()
+        self.auxiliary.set_scale(self.scaler.scale / count)
         if isinstance(self.model, PipelineModel):
             return self.model.train_microbatches(
                 batches, count, lambda losses, batch: self._loss(losses, batch, count)
@@ -199,7 +211,12 @@ class TrainStep:
 
     def _microbatch(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
         with torch.profiler.record_function("train.forward"):
-            root, loss, valid = self._loss(self.model(**model_inputs(batch)), batch, count)
+            inputs = model_inputs(batch)
+            if self.auxiliary.wants_mask:
+                inputs["loss_mask"] = batch["loss_mask"]
+            root, loss, valid = self._loss(self.model(**inputs), batch, count)
+        if self.options.per_token and self.auxiliary.present:
+            self.auxiliary.set_scale(self._auxiliary_scale(batch))
         with torch.profiler.record_function("train.backward"):
             root.backward()
         return loss, valid
@@ -210,14 +227,23 @@ class TrainStep:
         if self.options.per_token:
             loss, weight = total, 1.0
         else:
-            over_context = valid.detach().clone()
-            group = self.mesh.group("cp")
-            if group is not None:
-                dist.all_reduce(over_context, group=group)
+            over_context = self._over_context(valid)
             # A microbatch (or all of cp's share of it) without a valid token has loss 0, not 0/0.
             loss, weight = total / over_context.clamp(min=1.0), 1.0 / count
         root = loss * (weight * self.scaler.scale)
         return root, loss.detach().double(), valid.detach().double()
+
+    def _auxiliary_scale(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Per-token mode: a mean counts once for each token of its microbatch, all being divided in the end."""
+        return self._over_context(batch["loss_mask"].sum()) * self.scaler.scale
+
+    def _over_context(self, valid: Tensor) -> Tensor:
+        """Valid tokens of the microbatch on all its context-parallel ranks."""
+        total = valid.detach().clone()
+        group = self.mesh.group("cp")
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total
 
     def _reduce(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> _Numbers:
         """Sum the step's numbers over the world (note "One collective, one wait")."""
@@ -225,16 +251,19 @@ class TrainStep:
         counts = float(self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.mesh.size("pp") - 1)
         own = torch.stack([losses.sum() * counts, tokens.sum() * counts])
         flag = torch.tensor([float(stop_requested)], dtype=torch.float64, device=self.device)
-        vector = torch.cat([self.statistics.local(self.device), own, flag])
+        vector = torch.cat(
+            [self.statistics.local(self.device), own, flag, self.auxiliary.vector(self.device)]
+        )
         group = self.mesh.group("world")
         if group is not None:
             dist.all_reduce(vector, group=group)
-        squares, zeros, loss, valid, stop = vector.tolist()
+        vector = vector.cpu()
+        squares, zeros, loss, valid, stop = vector[:5].tolist()
         if self.options.per_token:
             loss /= max(valid, 1.0)
         else:
             loss /= len(losses) * self.mesh.size("dp")
-        return _Numbers(squares, zeros, loss, valid, stop)
+        return _Numbers(squares, zeros, loss, valid, stop, vector[5:])
 
     def _gradient_factor(self, tokens: float) -> float:
         per_token = 1.0 / max(tokens, 1.0) if self.options.per_token else 1.0
@@ -266,6 +295,7 @@ class _Numbers:
     loss: float
     tokens: float
     stop: float
+    auxiliary: Tensor
 
 
 def _is_finite(gradient: Tensor | None) -> bool:

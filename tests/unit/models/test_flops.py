@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,6 +15,7 @@ from megatron.models.flops import count_parameters, forward_flops, training_flop
 from megatron.models.gpt import GPTModel
 from megatron.parallel.mesh import ParallelMesh
 from tests.unit.models.helpers import build_gpt, random_batch, tiny_config
+from tests.unit.models.moe import shapes
 
 SHAPES = {
     "gpt2": {},
@@ -33,6 +36,11 @@ SHAPES = {
     "qkv-bias": {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 1, "qk_layernorm": True},
     "gated-bias": {"gated_linear_unit": True, "num_layers": 3},
 }
+EXPERTS = {
+    "mixtral": shapes.mixtral(),
+    "deepseek": shapes.deepseek(),
+    "shared-gate": shapes.mixtral(shared_expert_intermediate_size=12, shared_expert_gate=True),
+}
 
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
@@ -50,6 +58,18 @@ def test_parameter_count_is_that_of_the_built_model(changes, padded):
     )
     embedding -= tables * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
     assert count_parameters(config).embedding == embedding
+
+
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS.keys())
+def test_parameters_of_models_with_experts(config):
+    """All of them, and those that one token meets: topk of the experts."""
+    model = GPTModel(config, TorchBackend(LayerOptions(device="meta")), ParallelMesh.single())
+    padding = 2 * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    total = sum(parameter.numel() for parameter in model.parameters()) - padding
+    found = count_parameters(config)
+    assert found.total == total
+    assert found.active == total - experts + experts * config.moe.topk // config.moe.num_experts
 
 
 def counted_flops(run) -> float:
@@ -73,6 +93,19 @@ def test_flops_equal_torch_s_counter(changes):
     assert abs(2 * training_flops(config, 16, causal=False) / both - 1) < 0.01
 
 
+@pytest.mark.parametrize("name", EXPERTS)
+def test_flops_of_models_with_experts(name):
+    """Within 1 %; heads of values as wide as those of queries, which the math kernel makes them."""
+    config = EXPERTS[name].replace(vocab_size=64)
+    if config.mla is not None:
+        config = config.replace(mla=dataclasses.replace(config.mla, v_head_dim=config.mla.query_head_dim))
+    model = build_gpt(config)
+    tokens, labels = random_batch(config, batch=2, length=16)
+    mask = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
+    both = counted_flops(lambda: model(tokens, attention_mask=mask, labels=labels).sum().backward())
+    assert abs(2 * training_flops(config, 16, causal=False) / both - 1) < 0.01
+
+
 def test_causal_attention_counts_half_of_the_pairs():
     config = tiny_config()
     full, half = forward_flops(config, 512, causal=False), forward_flops(config, 512)
@@ -82,10 +115,32 @@ def test_causal_attention_counts_half_of_the_pairs():
 
 @pytest.mark.parametrize(
     ("preset", "billions"),
-    [("gpt-345m", 0.355), ("llama2-7b", 6.738), ("llama2-70b", 68.977), ("llama3.1-8b", 8.030)],
+    [
+        ("gpt-345m", 0.355),
+        ("llama2-7b", 6.738),
+        ("llama2-70b", 68.977),
+        ("llama3.1-8b", 8.030),
+        ("mixtral-8x7b", 46.703),
+        ("mixtral-8x22b", 140.621),
+        ("qwen3-30b-a3b", 30.532),
+        ("qwen3-235b-a22b", 235.094),
+        ("moonlight-16b", 15.960),
+    ],
 )
 def test_published_sizes(preset, billions):
     """Parameter counts that the papers and model cards state."""
     from tests.unit.models.test_presets import config_of
 
     assert count_parameters(config_of(preset)).total / 1e9 == pytest.approx(billions, abs=0.0007)
+
+
+def test_deepseek_v3_is_671_billion():
+    """The published total of the model itself and its 37 billion active ones; its further layer comes on top."""
+    from tests.unit.models.test_presets import config_of
+
+    config = config_of("deepseek-v3-671b")
+    assert config.mtp is not None and config.mtp.num_layers == 1
+    found = count_parameters(config.replace(mtp=None))
+    assert found.total / 1e9 == pytest.approx(671.026, abs=0.001)
+    assert found.active / 1e9 == pytest.approx(37.5, abs=0.1)
+    assert (count_parameters(config).total - found.total) / 1e9 == pytest.approx(11.6, abs=0.1)

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.models.config import ModelConfig
 from megatron.models.presets import PRESETS, preset_flags
+from megatron.train.arguments.values import layer_pattern
 
 NEGATED = {"disable_bias_linear": ("add_bias_linear", False)}
 RENAMED = {"norm_epsilon": "layernorm_epsilon"}
@@ -20,7 +21,7 @@ def config_of(name: str) -> ModelConfig:
         dest = flag.removeprefix("--").replace("-", "_")
         if dest in NEGATED:
             dest, value = NEGATED[dest]
-        values[RENAMED.get(dest, dest)] = value
+        values[RENAMED.get(dest, dest)] = layer_pattern(value) if dest == "moe_layer_freq" else value
     return ModelConfig.from_arguments(SimpleNamespace(**values))
 
 
@@ -36,5 +37,5 @@ def test_preset_flags_are_command_line_words():
     words = preset_flags("llama2-70b")
     assert words[words.index("--num-query-groups") + 1] == "8"
     assert "--swiglu" in words and "True" not in words
-    with pytest.raises(ValueError, match="preset 'gpt-5' is unknown: choose one of gpt-345m"):
+    with pytest.raises(ValueError, match="preset 'gpt-5' is unknown: choose one of deepseek-v3-671b"):
         preset_flags("gpt-5")

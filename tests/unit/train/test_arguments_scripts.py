@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from megatron.models.config import ModelConfig
 from megatron.train import main
 from megatron.train.arguments import batch_schedule, parse_args, validate
-from megatron.train.arguments.validate import check_and_resolve
 
 LOGS = (
     "--log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard "
@@ -72,7 +72,7 @@ def test_validate_only_prints_the_configuration_and_starts_nothing(
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("--num-layrs 4", "did you mean --num-layers"), ("--num-experts 8", "--num-experts 8 is not built yet")],
+    [("--num-layrs 4", "did you mean --num-layers"), ("--moe-latent-size 8", "--moe-latent-size 8 is not built yet")],
 )
 def test_a_wrong_command_line_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: str
@@ -110,7 +110,7 @@ def test_a_long_run_with_rampup() -> None:
     assert config.train_iters == 19531250 // 384  # the samples end within the first half
 
 
-def test_a_deepseek_run_resolves_and_is_refused_by_name_while_not_built() -> None:
+def test_a_deepseek_run_resolves() -> None:
     words = (
         f"{SMALL} --bf16 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --use-megatron-fsdp "
         "--megatron-fsdp-version 2 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim "
@@ -126,9 +126,10 @@ def test_a_deepseek_run_resolves_and_is_refused_by_name_while_not_built() -> Non
         "--v-head-dim 128 --rotary-scaling-factor 1.0 --mscale 1.0 --mscale-all-dim 1.0"
     )
     arguments = parse_args(words.split())
-    config = check_and_resolve(arguments, 8)
+    config = validate(arguments, 8, "cpu")
     assert config.moe_layer_freq == (0, 0, 0, 1, 1, 1, 1, 1)
     assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("seq_aux_loss", 1e-4)
     assert (config.sharding_strategy, config.outer_sharding_strategy) == ("optim_grads_params", "optim")
-    with pytest.raises(ValueError, match="--num-experts 8, .* are not built yet: mixture-of-experts"):
-        validate(arguments, 8, "cpu")
+    model = ModelConfig.from_arguments(validate(arguments, 8, "cpu").replace(vocab_size=8))
+    assert model.moe is not None and model.mla is not None and model.mtp is None
+    assert (model.moe.pattern[2:4], model.moe.score_function, model.mla.q_lora_rank) == ((False, True), "sigmoid", 256)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, refused
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_MLA = "multi-latent attention is planned; use --group-query-attention"
-NO_MTP = "multi-token prediction is planned; leave it out"
+NO_MTP = "it is not part of multi-token prediction here; leave it out"
+CONFIG, TEST = "models/deepseek.py", "models/test_deepseek.py"
 
 TITLE = "Multi-latent attention"
 
 FLAGS: tuple[Flag, ...] = (
-    not_yet("--multi-latent-attention", Switch.ON, False, NO_MLA),
-    not_yet("--q-lora-rank", int, None, NO_MLA),
-    not_yet("--kv-lora-rank", int, 32, NO_MLA),
-    not_yet("--qk-head-dim", int, 128, NO_MLA),
-    not_yet("--qk-pos-emb-head-dim", int, 64, NO_MLA),
-    not_yet("--v-head-dim", int, 128, NO_MLA),
-    not_yet("--mla-down-proj-fusion", Switch.ON, False, NO_MLA),
+    works(
+        "--multi-latent-attention",
+        Switch.ON,
+        False,
+        "Attention whose queries, keys and values come from narrow latents.",
+        CONFIG,
+        test=TEST,
+    ),
+    works(
+        "--q-lora-rank",
+        int,
+        None,
+        "Width of the queries' latent; without it queries are projected at once.",
+        CONFIG,
+        test=TEST,
+    ),
+    works("--kv-lora-rank", int, 32, "Width of the latent of keys and values.", CONFIG, test=TEST),
+    works("--qk-head-dim", int, 128, "Channels of a query or key head without positions.", CONFIG, test=TEST),
+    works(
+        "--qk-pos-emb-head-dim", int, 64, "Channels of a head that turn with the position.", CONFIG, test=TEST
+    ),
+    works("--v-head-dim", int, 128, "Channels of a value head.", CONFIG, test=TEST),
+    no_op("--mla-down-proj-fusion", Switch.ON, False, "two products instead of one, with the same result"),
     refused(
         "--cache-mla-latents", Switch.ON, False, "keeps latents for inference; nothing is cached in training"
     ),
@@ -29,8 +45,15 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "attention logits are not kept by the attention kernels here",
     ),
-    not_yet("--mtp-num-layers", int, None, NO_MTP),
-    not_yet("--mtp-loss-scaling-factor", float, 0.1, NO_MTP),
+    works(
+        "--mtp-num-layers",
+        int,
+        None,
+        "Further tokens that are predicted, each by a layer of its own.",
+        CONFIG,
+        test=TEST,
+    ),
+    works("--mtp-loss-scaling-factor", float, 0.1, "Weight of the mean of their losses.", CONFIG, test=TEST),
     not_yet("--mtp-detach-heads", Switch.ON, False, NO_MTP),
     not_yet("--mtp-hsm", Switch.ON, False, NO_MTP),
     not_yet("--mtp-standalone", Switch.ON, False, NO_MTP),

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet
+from megatron.train.arguments.flag import Flag, Switch, not_yet, works
 from megatron.train.arguments.values import layer_pattern
 
-NO_EXPERTS = "mixture-of-experts layers are planned; leave them out for a dense model"
+NOT_THERE = "it is not part of the experts here yet; leave it out"
+CONFIG = "models/moe/config.py"
+ROUTER_TEST = "models/moe/test_router.py"
+LAYER_TEST = "models/moe/test_parallel.py"
 
 TITLE = "Mixture of experts: model and router"
 
 FLAGS: tuple[Flag, ...] = (
-    not_yet("--num-experts", int, None, NO_EXPERTS),
-    not_yet("--moe-layer-freq", layer_pattern, 1, NO_EXPERTS),
-    not_yet("--moe-ffn-hidden-size", int, None, NO_EXPERTS),
-    not_yet("--moe-shared-expert-intermediate-size", int, None, NO_EXPERTS),
-    not_yet("--moe-shared-expert-gate", Switch.ON, False, NO_EXPERTS),
-    not_yet("--moe-latent-size", int, None, NO_EXPERTS),
-    not_yet(
+    works(
+        "--num-experts",
+        int,
+        None,
+        "Experts of a layer; without it all layers are dense.",
+        CONFIG,
+        test=LAYER_TEST,
+    ),
+    works(
+        "--moe-layer-freq",
+        layer_pattern,
+        1,
+        "Which layers have experts: every n-th from the first, or a list of 0 and 1.",
+        CONFIG,
+        test="models/moe/test_config.py",
+    ),
+    works(
+        "--moe-ffn-hidden-size", int, None, "Inner channels of an expert; default --ffn-hidden-size.", CONFIG
+    ),
+    works(
+        "--moe-shared-expert-intermediate-size",
+        int,
+        None,
+        "Inner channels of an expert that every token meets.",
+        CONFIG,
+        test=LAYER_TEST,
+    ),
+    works(
+        "--moe-shared-expert-gate",
+        Switch.ON,
+        False,
+        "A learned gate on the shared expert.",
+        CONFIG,
+        test=LAYER_TEST,
+    ),
+    not_yet("--moe-latent-size", int, None, NOT_THERE),
+    works(
         "--moe-router-load-balancing-type",
         str,
         "aux_loss",
-        NO_EXPERTS,
+        "Balancing losses, of one microbatch, one sequence or the step so far; or sinkhorn; or none.",
+        CONFIG,
+        test=ROUTER_TEST,
         nargs="+",
         choices=(
             "aux_loss",
@@ -30,56 +65,129 @@ FLAGS: tuple[Flag, ...] = (
             "quantile_balancing",
             "none",
         ),
+        refused_values=(("quantile_balancing", "balancing by quantiles is not there"),),
     ),
-    not_yet("--moe-router-topk", int, 2, NO_EXPERTS),
-    not_yet("--moe-router-pre-softmax", Switch.ON, False, NO_EXPERTS),
-    not_yet(
+    works("--moe-router-topk", int, 2, "Experts of a token.", CONFIG, test=ROUTER_TEST),
+    works(
+        "--moe-router-pre-softmax",
+        Switch.ON,
+        False,
+        "Softmax over all experts before the choice, else over the chosen ones.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    works(
         "--moe-router-score-function",
         str,
         "softmax",
-        NO_EXPERTS,
+        "What turns logits into scores.",
+        CONFIG,
+        test=ROUTER_TEST,
         choices=(
             "softmax",
             "sigmoid",
             "sqrtsoftplus",
         ),
+        refused_values=(("sqrtsoftplus", "scores by the root of softplus are not there"),),
     ),
-    not_yet("--moe-router-num-groups", int, None, NO_EXPERTS),
-    not_yet("--moe-router-group-topk", int, None, NO_EXPERTS),
-    not_yet("--moe-router-topk-scaling-factor", float, None, NO_EXPERTS),
-    not_yet(
+    works("--moe-router-num-groups", int, None, "Groups of experts.", CONFIG, test=ROUTER_TEST),
+    works(
+        "--moe-router-group-topk",
+        int,
+        None,
+        "Groups that a token's experts lie in.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    works(
+        "--moe-router-topk-scaling-factor", float, None, "Multiplies the weights.", CONFIG, test=ROUTER_TEST
+    ),
+    works(
         "--moe-router-dtype",
         str,
         None,
-        NO_EXPERTS,
+        "Dtype of the router's matrix product; scores are never narrower than fp32.",
+        CONFIG,
+        test=ROUTER_TEST,
         choices=(
             "fp32",
             "fp64",
         ),
     ),
-    not_yet("--moe-router-enable-expert-bias", Switch.ON, False, NO_EXPERTS),
-    not_yet("--moe-router-bias-update-rate", float, 0.001, NO_EXPERTS),
-    not_yet("--moe-router-force-load-balancing", Switch.ON, False, NO_EXPERTS),
-    not_yet("--moe-router-force-biased", float, None, NO_EXPERTS),
-    not_yet("--moe-router-quantile-balancing-ema", float, 0.0, NO_EXPERTS),
-    not_yet("--moe-aux-loss-coeff", float, 0.0, NO_EXPERTS, nargs="+"),
-    not_yet("--moe-z-loss-coeff", float, None, NO_EXPERTS),
-    not_yet("--moe-input-jitter-eps", float, None, NO_EXPERTS),
-    not_yet("--moe-expert-capacity-factor", float, None, NO_EXPERTS),
-    not_yet("--moe-expert-rank-capacity-factor", float, None, NO_EXPERTS),
-    not_yet("--moe-pad-expert-input-to-capacity", Switch.ON, False, NO_EXPERTS),
-    not_yet(
+    works(
+        "--moe-router-enable-expert-bias",
+        Switch.ON,
+        False,
+        "Balance by a bias on each expert's score that moves after every step.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    works("--moe-router-bias-update-rate", float, 0.001, "How far the bias moves.", CONFIG, test=ROUTER_TEST),
+    not_yet("--moe-router-force-load-balancing", Switch.ON, False, NOT_THERE),
+    not_yet("--moe-router-force-biased", float, None, NOT_THERE),
+    not_yet("--moe-router-quantile-balancing-ema", float, 0.0, NOT_THERE),
+    works(
+        "--moe-aux-loss-coeff",
+        float,
+        0.0,
+        "Weight of each of --moe-router-load-balancing-type.",
+        CONFIG,
+        test=ROUTER_TEST,
+        nargs="+",
+    ),
+    works("--moe-z-loss-coeff", float, None, "Weight of the router's z-loss.", CONFIG, test=ROUTER_TEST),
+    works(
+        "--moe-input-jitter-eps",
+        float,
+        None,
+        "In training the router's input is multiplied by uniform numbers in 1 -+ this.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    works(
+        "--moe-expert-capacity-factor",
+        float,
+        None,
+        "An expert takes at most this many times its even share of a rank's tokens.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    not_yet("--moe-expert-rank-capacity-factor", float, None, NOT_THERE),
+    works(
+        "--moe-pad-expert-input-to-capacity",
+        Switch.ON,
+        False,
+        "Every expert gets exactly its capacity, so that no rank asks how many rows come.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    works(
         "--moe-token-drop-policy",
         str,
         "probs",
-        NO_EXPERTS,
+        "Over capacity, keep the largest weights or the first tokens.",
+        CONFIG,
+        test="parallel/expert/test_permute.py",
         choices=(
             "probs",
             "position",
         ),
     ),
-    not_yet("--moe-use-upcycling", Switch.ON, False, NO_EXPERTS),
-    not_yet("--moe-upcycling-granularity", int, 1, NO_EXPERTS),
-    not_yet("--moe-per-layer-logging", Switch.ON, False, NO_EXPERTS),
-    not_yet("--moe-apply-probs-on-input", Switch.ON, False, NO_EXPERTS),
+    not_yet("--moe-use-upcycling", Switch.ON, False, NOT_THERE),
+    not_yet("--moe-upcycling-granularity", int, 1, NOT_THERE),
+    works(
+        "--moe-per-layer-logging",
+        Switch.ON,
+        False,
+        "Write each layer's balancing losses and each expert's share too.",
+        "train/report.py",
+    ),
+    works(
+        "--moe-apply-probs-on-input",
+        Switch.ON,
+        False,
+        "Weigh an expert's input instead of its output; with --moe-router-topk 1.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_EXPERTS = "mixture-of-experts layers are planned; leave them out for a dense model"
+NOT_THERE = "expert traffic is not overlapped with another microbatch yet; leave it out"
 HYBRID_EP = "tunes a kernel of HybridEP"
 SAME_RESULT = "a fused kernel with the same result"
 SEE_STASH = "see --moe-paged-stash"
@@ -13,33 +13,42 @@ NO_TRACES = "routes are not recorded to files"
 TITLE = "Mixture of experts: dispatch and kernels"
 
 FLAGS: tuple[Flag, ...] = (
-    not_yet("--moe-grouped-gemm", Switch.ON, False, NO_EXPERTS),
+    no_op("--moe-grouped-gemm", Switch.ON, False, "experts are always grouped here"),
     no_op("--moe-use-grouped-tensor", Switch.ON, False, "experts are grouped by the backend's own layout"),
     no_op("--moe-single-grouped-bias", Switch.ON, False, "experts are grouped by the backend's own layout"),
     no_op("--moe-single-grouped-weight", Switch.ON, False, "experts are grouped by the backend's own layout"),
-    not_yet(
+    works(
         "--moe-token-dispatcher-type",
         str,
         "allgather",
-        NO_EXPERTS,
+        "How tokens reach their experts: gather all, send copies, or a library that does both.",
+        "models/moe/config.py",
+        test="parallel/expert/test_dispatch.py",
         choices=(
             "allgather",
             "alltoall",
             "flex",
         ),
     ),
-    not_yet(
+    works(
         "--moe-flex-dispatcher-backend",
         str,
         "deepep",
-        NO_EXPERTS,
+        "The library behind --moe-token-dispatcher-type flex; it must be installed.",
+        "models/moe/config.py",
         choices=(
             "deepep",
             "hybridep",
             "ncclep",
         ),
+        refused_values=(
+            ("hybridep", "use deepep, or --moe-token-dispatcher-type alltoall"),
+            ("ncclep", "use deepep, or --moe-token-dispatcher-type alltoall"),
+        ),
     ),
-    not_yet("--moe-enable-deepep", Switch.ON, False, NO_EXPERTS),
+    refused(
+        "--moe-enable-deepep", Switch.ON, False, "its place is --moe-token-dispatcher-type flex: use that"
+    ),
     no_op("--moe-deepep-num-sms", int, None, "tunes a kernel of DeepEP"),
     no_op("--moe-flex-dispatcher-num-sms", int, None, "tunes a kernel of the flex dispatcher"),
     no_op("--moe-hybridep-num-blocks-permute", int, None, HYBRID_EP),
@@ -85,7 +94,12 @@ FLAGS: tuple[Flag, ...] = (
             "mxfp8",
         ),
     ),
-    not_yet("--moe-layer-recompute", Switch.ON, False, NO_EXPERTS),
+    refused(
+        "--moe-layer-recompute",
+        Switch.ON,
+        False,
+        "use --recompute-granularity selective --recompute-modules moe",
+    ),
     refused("--moe-mlp-glu-interleave-size", int, None, "gate and up rows are never interleaved here"),
     refused(
         "--moe-shared-expert-glu-interleave-size", int, None, "gate and up rows are never interleaved here"
@@ -116,8 +130,8 @@ FLAGS: tuple[Flag, ...] = (
     refused("--moe-routing-trace-path", str, None, NO_TRACES),
     no_op("--use-grouped-gemm-for-shared-expert", Switch.ON, False, "a kernel choice with the same result"),
     no_op("--use-grouped-gemm-for-dense-mlp", Switch.ON, False, "a kernel choice with the same result"),
-    not_yet("--overlap-moe-expert-parallel-comm", Switch.ON, False, NO_EXPERTS),
-    not_yet("--overlap-dispatch-backward-with-experts-wgrad", Switch.ON, False, NO_EXPERTS),
+    not_yet("--overlap-moe-expert-parallel-comm", Switch.ON, False, NOT_THERE),
+    not_yet("--overlap-dispatch-backward-with-experts-wgrad", Switch.ON, False, NOT_THERE),
     no_op(
         "--ep-overlap-early-attn-memory-release",
         Switch.ON,

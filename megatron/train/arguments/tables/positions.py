@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 from megatron.train.arguments.values import layer_pattern
 
-YARN_WITH_MLA = "YaRN is planned with multi-latent attention; use --use-rope-scaling"
+DEEPSEEK, YARN_TEST = "models/deepseek.py", "models/test_deepseek.py"
 
 TITLE = "Position embeddings"
 
@@ -95,31 +95,68 @@ FLAGS: tuple[Flag, ...] = (
         "models/config.py",
         test="train/test_arguments.py",
     ),
-    not_yet("--rotary-scaling-factor", float, 1.0, YARN_WITH_MLA),
-    not_yet(
+    works("--rotary-scaling-factor", float, 1.0, "How far YaRN stretches.", DEEPSEEK, test=YARN_TEST),
+    works(
         "--rope-type",
         str,
         None,
-        YARN_WITH_MLA,
+        "Rotary positions as they are, or stretched by YaRN, which --multi-latent-attention takes by itself.",
+        DEEPSEEK,
+        test=YARN_TEST,
         choices=(
             "rope",
             "yarn",
         ),
-        also_accepted=("rope",),
     ),
-    not_yet("--mscale", float, 1.0, YARN_WITH_MLA),
-    not_yet("--mscale-all-dim", float, 0.0, YARN_WITH_MLA),
-    not_yet("--yarn-beta-fast", float, None, YARN_WITH_MLA),
-    not_yet("--yarn-beta-slow", float, None, YARN_WITH_MLA),
-    not_yet("--yarn-correction-range-round-to-int", Switch.ON, None, YARN_WITH_MLA),
-    not_yet(
+    works("--mscale", float, 1.0, "Of YaRN's cosines and sines.", DEEPSEEK, test=YARN_TEST),
+    works(
+        "--mscale-all-dim",
+        float,
+        0.0,
+        "Of the temperature of attention under YaRN.",
+        DEEPSEEK,
+        test=YARN_TEST,
+    ),
+    works(
+        "--yarn-beta-fast",
+        float,
+        None,
+        "YaRN keeps what turns more often than this (default 32).",
+        DEEPSEEK,
+        test=YARN_TEST,
+    ),
+    works(
+        "--yarn-beta-slow",
+        float,
+        None,
+        "YaRN divides what turns less often than this (default 1).",
+        DEEPSEEK,
+        test=YARN_TEST,
+    ),
+    works(
+        "--yarn-correction-range-round-to-int",
+        Switch.ON,
+        None,
+        "Whole channels between the two betas (default).",
+        DEEPSEEK,
+        test=YARN_TEST,
+    ),
+    works(
         "--no-yarn-correction-range-round-to-int",
         Switch.OFF,
         True,
-        YARN_WITH_MLA,
+        "Fractions of channels between the two betas.",
+        DEEPSEEK,
         dest="yarn_correction_range_round_to_int",
     ),
-    not_yet("--yarn-original-max-position-embeddings", int, None, YARN_WITH_MLA),
+    works(
+        "--yarn-original-max-position-embeddings",
+        int,
+        None,
+        "Length before YaRN's stretching (default 4096).",
+        DEEPSEEK,
+        test=YARN_TEST,
+    ),
     not_yet("--no-rope-freq", layer_pattern, None, "layers without rotary positions are not there"),
     refused(
         "--mrope-section",

@@ -1,0 +1,109 @@
+"""Losses, balancing losses, norms, gradients, expert bias and weights do not depend on the layout ("One truth").
+
+EP, ETP, TP with and without SP, CP, HSDP x dispatchers x strategies x fused x per-token x recompute, against one rank
+and plain autograd. The default run covers every pair of values; --full runs the whole product. E01, E03, E10, E11, E12,
+E13, G05, G13: strengths of losses, scale of expert gradients, replicas, dispatchers, idle experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.models.config import ModelConfig
+from tests.pool import run_ranks
+from tests.unit.models.moe import shapes
+from tests.unit.models.moe.training import Layout, Options, Trace, assembled, reference, train
+from tests.unit.train.equivalence import error
+from tests.unit.train.test_equivalence import pairwise_cover
+
+MODELS = {
+    "mixtral": shapes.mixtral,
+    "deepseek": lambda **changes: shapes.deepseek(
+        **{"load_balancing": ("seq_aux_loss",), "aux_loss_coeff": (0.1,), **changes}
+    ),
+}
+LAYOUTS = {
+    "ep2": Layout({"data": 2, "expert": 2}),
+    "ep4": Layout({"data": 4, "expert": 4}),
+    "dp4-ep2": Layout({"data": 4, "expert": 2}),
+    "tp2-sp-ep2-etp2": Layout({"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, True),
+    "tp2-ep4": Layout({"tensor": 2, "data": 2, "expert": 4}),
+    "cp2-ep2": Layout({"context": 2, "data": 2, "expert": 2}),
+    "hsdp-ep2": Layout({"data": 4, "data_outer": 2, "expert": 2}),
+}
+AXES: dict[str, tuple[Any, ...]] = {
+    "layout": tuple(LAYOUTS),
+    "dispatcher": ("alltoall", "allgather"),
+    "model": tuple(MODELS),
+    "strategy": ("optim_grads_params", "no_shard", "optim", "optim_grads"),
+    "fused": (True, False),
+    "per_token": (False, True),
+    "recompute": (None, "full", "moe"),
+}
+
+
+def is_possible(cell: tuple[Any, ...]) -> bool:
+    values = dict(zip(AXES, cell, strict=True))
+    return not (values["layout"] == "hsdp-ep2" and values["strategy"] == "no_shard")
+
+
+COVER = [cell for cell in pairwise_cover(list(AXES.values())) if is_possible(cell)]
+REST = [cell for cell in itertools.product(*AXES.values()) if cell not in COVER and is_possible(cell)]
+
+
+@functools.cache
+def expected(model: str, per_token: bool, dtype: torch.dtype) -> Trace:
+    return reference(MODELS[model](), per_token, dtype)
+
+
+def check(config: ModelConfig, layout: Layout, options: Options, wanted: Trace) -> None:
+    tolerance = 1e-9 if options.double else 1e-6
+    results = run_ranks(train, layout.world, config, layout, options, timeout=240)
+    got = assembled(results)
+    for trace, _ in results:
+        assert trace.losses == pytest.approx(wanted.losses, rel=tolerance)
+        assert trace.norms == pytest.approx(wanted.norms, rel=tolerance)
+        for ours, theirs in zip(trace.auxiliary, wanted.auxiliary, strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance)
+    for ours, theirs in zip(
+        [*got.gradients, got.weights, got.buffers],
+        [*wanted.gradients, wanted.weights, wanted.buffers],
+        strict=True,
+    ):
+        assert ours.keys() == theirs.keys()
+        errors = [(error(ours[name], theirs[name][: ours[name].shape[0]]), name) for name in theirs]
+        worst = max(errors, default=(0.0, ""))
+        assert worst[0] < tolerance, worst
+
+
+def run_cell(cell: tuple[Any, ...]) -> None:
+    values = dict(zip(AXES, cell, strict=True))
+    model, layout, dispatcher = values.pop("model"), values.pop("layout"), values.pop("dispatcher")
+    config = MODELS[model](dispatcher=dispatcher)
+    options = Options(**values, double=model == "deepseek")
+    check(config, LAYOUTS[layout], options, expected(model, options.per_token, options.dtype))
+
+
+@pytest.mark.parametrize("cell", COVER, ids=str)
+def test_equals_one_rank(cell):
+    run_cell(cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", REST, ids=str)
+def test_equals_one_rank_everywhere(cell):
+    run_cell(cell)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_loss_of_the_step_so_far(recompute):
+    """E04: at equal dp; recompute does not count a microbatch twice."""
+    layout = Layout({"tensor": 2, "context": 2, "expert": 4}, True)
+    config = shapes.deepseek(dispatcher="alltoall")
+    options = Options(recompute=recompute, double=True)
+    check(config, layout, options, reference(config, False, options.dtype))

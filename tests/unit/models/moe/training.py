@@ -1,0 +1,220 @@
+"""Training a model with experts on one rank by plain torch, and in a layout by TrainStep under FSDP."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.models.backends.base import LayerOptions
+from megatron.models.backends.torch import TorchBackend
+from megatron.models.config import ModelConfig, RecomputeConfig
+from megatron.models.gpt import GPTModel
+from megatron.models.init import Initializer, materialise
+from megatron.parallel.context.balance import split_batch
+from megatron.parallel.mesh import ParallelMesh, ParallelSizes
+from megatron.train.arguments import parse_args, validate
+from megatron.train.build import wrap_model
+from megatron.train.lr_schedule import OptimizerParamScheduler, ScheduleConfig
+from megatron.train.optimizer import OptimizerConfig, build_optimizer
+from megatron.train.step import BatchSize, StepOptions, TrainState, TrainStep
+from tests.unit.models.moe.shapes import VOCABULARY, pieces
+
+STEPS, MICRO_BATCH, LENGTH, SEED, LEARNING_RATE = 2, 2, 16, 7, 0.05
+TOTAL_MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes; data x microbatches is the same for all, so that all see the same samples."""
+
+    sizes: dict[str, int]
+    sequence_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        return ParallelSizes(**self.sizes).world
+
+    @property
+    def microbatches(self) -> int:
+        return TOTAL_MICROBATCHES // self.sizes.get("data", 1)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a layout trains. `double`: in float64, where a long chain of sums leaves fp32's 1e-6."""
+
+    strategy: str = "optim_grads_params"
+    fused: bool = True
+    per_token: bool = False
+    recompute: str | None = None
+    double: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.double else torch.float32
+
+    def apply(self, config: ModelConfig) -> ModelConfig:
+        if self.recompute == "full":
+            return config.replace(recompute=RecomputeConfig("full", "uniform", 1))
+        if self.recompute == "moe":
+            return config.replace(recompute=RecomputeConfig("selective", modules=("moe", "core_attn")))
+        return config
+
+
+@dataclass
+class Trace:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    auxiliary: list[dict[str, float]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def batch(step: int, index: int) -> dict[str, Tensor]:
+    """Microbatch `index` (m * dp + d) of a step; some of its tokens are not valid."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    tokens = torch.randint(0, VOCABULARY, (MICRO_BATCH, LENGTH + 1), generator=generator)
+    mask = (torch.rand(MICRO_BATCH, LENGTH, generator=generator) < 0.4 + 0.15 * index).float()
+    mask[0, 1] = 1.0
+    positions = torch.arange(LENGTH).expand(MICRO_BATCH, LENGTH)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
+
+
+def reference(config: ModelConfig, per_token: bool, dtype: torch.dtype) -> Trace:
+    """One process, plain autograd and SGD."""
+    mesh = ParallelMesh.single()
+    options = LayerOptions.from_mesh(mesh, params_dtype=dtype, device="meta")
+    model = materialise(GPTModel(config, TorchBackend(options), mesh), Initializer(SEED, mesh))
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trace = Trace()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [batch(step, index) for index in range(TOTAL_MICROBATCHES)]
+        total = sum(float(one["loss_mask"].sum()) for one in batches)
+        loss_sum = 0.0
+        for one in batches:
+            valid = float(one["loss_mask"].sum())
+            share = valid / total if per_token else 1.0 / TOTAL_MICROBATCHES
+            model.auxiliary.scale = share
+            losses = model(
+                one["tokens"], one["position_ids"], labels=one["labels"], loss_mask=one["loss_mask"]
+            )
+            loss = (losses * one["loss_mask"]).sum() / valid * share
+            loss.backward()
+            loss_sum += loss.item()
+        report = model.auxiliary.report(model.auxiliary.vector(), TOTAL_MICROBATCHES)
+        model.auxiliary.end_step(report)
+        trace.losses.append(loss_sum)
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in named.items()
+        }
+        trace.norms.append(torch.stack([grad.norm() for grad in gradients.values()]).norm().item())
+        trace.gradients.append(gradients)
+        trace.auxiliary.append({**report.means(), **report.by_layer()})
+        optimizer.step()
+    trace.weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+    trace.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return trace
+
+
+def train_config(config: ModelConfig, layout: Layout, options: Options) -> Any:
+    sizes = layout.sizes
+    words = [
+        *"--num-layers 2 --hidden-size 16 --num-attention-heads 4 --train-iters 5 --lr 0.05 --mock-data".split(),
+        *("--micro-batch-size", str(MICRO_BATCH), "--seq-length", str(LENGTH), "--seed", str(SEED)),
+        *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", options.strategy),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)),
+        *("--num-distributed-optimizer-instances", str(sizes.get("data_outer", 1))),
+        *("--tensor-model-parallel-size", str(sizes.get("tensor", 1))),
+        *("--context-parallel-size", str(sizes.get("context", 1))),
+        *("--expert-model-parallel-size", str(sizes.get("expert", 1))),
+        *("--expert-tensor-parallel-size", str(sizes.get("expert_tensor", 1))),
+        *("--num-experts", str(config.moe.num_experts)),
+        *(["--calculate-per-token-loss"] if options.per_token else []),
+        *(["--fp64"] if options.double else []),
+    ]
+    return validate(parse_args(words), layout.world, "cpu")
+
+
+def train(
+    rank: int, world: int, config: ModelConfig, layout: Layout, options: Options
+) -> tuple[Trace, list[Any]]:
+    """This rank's trace, its tensors local, and where they lie in the whole model."""
+    mesh = ParallelMesh(ParallelSizes(**layout.sizes))
+    layers = LayerOptions.from_mesh(
+        mesh,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=options.dtype,
+        device="meta",
+        fuse_wgrad_accumulation=options.fused,
+    )
+    model = GPTModel(options.apply(config), TorchBackend(layers), mesh)
+    places = [(name, shape, chunks) for name, _, shape, chunks in pieces(model, mesh)]
+    wrapped = wrap_model(model, train_config(config, layout, options), mesh, torch.device("cpu"))
+    sgd = OptimizerConfig(kind="sgd", lr=LEARNING_RATE, weight_decay=0.0, momentum=0.0)
+    optimizer = build_optimizer(wrapped.named_parameters(), sgd)
+    schedule = ScheduleConfig(max_lr=LEARNING_RATE, decay_style="constant")
+    state = TrainState(wrapped, optimizer, OptimizerParamScheduler(optimizer, schedule))
+    step = TrainStep(state, mesh, StepOptions(per_token=options.per_token, clip_grad=0.0))
+    named = list(wrapped.named_parameters())
+    trace = Trace()
+
+    def record(*_: object) -> None:
+        tensors = [whole(parameter.grad) for _, parameter in named]
+        trace.gradients.append(dict(zip([place[0] for place in places], tensors, strict=True)))
+
+    optimizer.register_step_pre_hook(record)
+    dp, size = mesh.size("dp"), BatchSize(layout.microbatches, TOTAL_MICROBATCHES * MICRO_BATCH)
+    for index in range(STEPS):
+        own = (part(batch(index, m * dp + mesh.rank("dp")), mesh) for m in range(layout.microbatches))
+        result = step(own, size)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        trace.auxiliary.append(dict(result.auxiliary))
+    trace.weights = {place[0]: whole(parameter) for place, (_, parameter) in zip(places, named, strict=True)}
+    trace.buffers = {name: buffer.clone() for name, buffer in wrapped.module.named_buffers()}
+    return trace, places
+
+
+def part(one: dict[str, Tensor], mesh: ParallelMesh) -> dict[str, Tensor]:
+    """This context-parallel rank's part."""
+    return one if mesh.size("cp") == 1 else dict(split_batch(one, mesh.size("cp"), mesh.rank("cp")))
+
+
+def whole(tensor: Any) -> Tensor:
+    """A shard's tensor on its tensor and expert rank. Collective."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def assembled(results: list[tuple[Trace, list[Any]]]) -> Trace:
+    """One trace of the whole model; replicas must agree bit for bit."""
+    first = results[0][0]
+    out = dataclasses.replace(first, gradients=[{} for _ in first.gradients], weights={})
+    for trace, places in results:
+        for name, shape, chunks in places:
+            for target, source in zip(
+                [*out.gradients, out.weights], [*trace.gradients, trace.weights], strict=True
+            ):
+                into = target.setdefault(name, torch.full(shape, torch.nan, dtype=source[name].dtype))
+                for chunk in chunks:
+                    there = tuple(
+                        slice(o, o + n) for o, n in zip(chunk.global_offsets, chunk.sizes, strict=True)
+                    )
+                    here = tuple(
+                        slice(o, o + n) for o, n in zip(chunk.local_offsets, chunk.sizes, strict=True)
+                    )
+                    piece = source[name][here]
+                    assert bool(into[there].isnan().all()) or torch.equal(into[there], piece), (
+                        f"{name}: replicas differ"
+                    )
+                    into[there] = piece
+        assert trace.buffers.keys() == first.buffers.keys()
+        assert all(torch.equal(value, first.buffers[name]) for name, value in trace.buffers.items())
+    return out
