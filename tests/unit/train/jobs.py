@@ -21,7 +21,7 @@ from megatron.train.report import build_reporter
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 12 --micro-batch-size 2 --lr 0.01 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 30 --make-vocab-size-divisible-by 8 --num-workers 0 "
-    "--log-interval 1 --eval-iters 2 --use-megatron-fsdp --lr-decay-style cosine --lr-warmup-iters 2 "
+    "--log-interval 1 --eval-iters 2 --use-megatron-fsdp --lr-decay-style cosine "
     "--weight-decay 0.1 --log-params-norm --log-num-zeros-in-grad"
 ).split()
 

@@ -45,7 +45,7 @@ def succeed(outcomes: list[list[Outcome]]) -> list[Outcome]:
 def test_three_and_three_steps_are_six(tmp_path: Path, ranks: int, flags: str) -> None:
     """K01, K13, K16, K17: data order, dropout, learning rate, optimizer and evaluation, with dropout on."""
     batch = 4 * ranks
-    common = f"{flags} --global-batch-size {batch} --train-iters 6 --eval-interval 2"
+    common = f"{flags} --global-batch-size {batch} --train-iters 6 --eval-interval 2 --lr-warmup-iters 2"
     six, three, rest = succeed(
         jobs(
             ranks,
@@ -73,7 +73,7 @@ def test_dropout_masks_matter() -> None:
 def test_any_layout_loads(tmp_path: Path, strategy: str) -> None:
     """I04, K05, K13, K17: saved by ZeRO-3 on 3 ranks, continued by every strategy on 2, the same samples and rates."""
     common = (
-        "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 12 --train-iters 4 --swiglu "
+        "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 12 --train-iters 4 --swiglu --ffn-hidden-size 24 "
         "--untie-embeddings-and-output-weights"
     )
     save = f"{common} --save {tmp_path} --exit-interval 2"
@@ -108,7 +108,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         2,
         [
             f"--global-batch-size 4 --train-iters 1 --save {tmp_path}",
-            f"--global-batch-size 4 --train-iters 2 --load {tmp_path} --swiglu --num-layers 3",
+            f"--global-batch-size 4 --train-iters 2 --load {tmp_path} --swiglu --ffn-hidden-size 24 --num-layers 3",
         ],
     )
     assert first[0].error is None, first[0].error
