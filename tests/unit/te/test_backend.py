@@ -353,3 +353,18 @@ def test_the_probe_knows_this_version() -> None:
     assert found.get_main_grad and found.overwrite_modules and found.overwrite_grouped and found.overwrite_ops
     assert found.ops_return_real_wgrad and found.dummy_wgrad and found.delayed_wgrad
     assert "overwrite_modules" in str(found)
+
+
+def test_an_older_te_is_refused_by_what_it_lacks() -> None:
+    import dataclasses
+
+    from megatron.models.backends.base import LayerOptions
+    from megatron.models.backends.transformer_engine.capabilities import Capabilities, check_contract
+
+    found = Capabilities((2, 20), *[True] * 7)
+    options = LayerOptions(fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    check_contract(found, options)
+    with pytest.raises(ValueError, match="--no-gradient-accumulation-fusion"):
+        check_contract(dataclasses.replace(found, overwrite_modules=False), options)
+    with pytest.raises(ValueError, match="--delay-wgrad-compute"):
+        check_contract(dataclasses.replace(found, delayed_wgrad=False), options)

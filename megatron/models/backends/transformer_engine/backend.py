@@ -29,7 +29,7 @@ from megatron.models.backends.transformer_engine.attention import (
     EngineAttention,
     communication_stream,
 )
-from megatron.models.backends.transformer_engine.capabilities import Capabilities, probe
+from megatron.models.backends.transformer_engine.capabilities import Capabilities, check_contract, probe
 from megatron.models.backends.transformer_engine.loading import load_engine
 from megatron.models.backends.transformer_engine.returns import without_bias
 from megatron.models.backends.transformer_engine.rng import EngineRng
@@ -71,21 +71,13 @@ class TransformerEngineBackend(Backend):
         self._te = load_engine()
         self._torch = TorchBackend(options)
         self._amax_group = amax_group or options.tp_group
-        if options.fuse_wgrad_accumulation:
-            self._check_contract(self.capabilities)
+        if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
+            check_contract(self.capabilities, options)
 
     @cached_property
     def capabilities(self) -> Capabilities:
         """What the installed TE knows of the main_grad contract."""
         return probe("cuda" if torch.cuda.is_available() else "cpu")
-
-    @staticmethod
-    def _check_contract(found: Capabilities) -> None:
-        if not (found.get_main_grad and found.overwrite_modules and found.overwrite_grouped):
-            raise ValueError(
-                "gradient accumulation fusion needs Transformer Engine 2.9 or later, which overwrites "
-                f"main_grad when told to; here is {found}. Use --no-gradient-accumulation-fusion"
-            )
 
     def describe(self) -> str:
         """Lines that a run prints about its choice of kernels."""

@@ -5,7 +5,7 @@ at. For orientation, what the releases have:
 
 | TE   | get_main_grad | overwrite: modules | overwrite: te.ops | dummy wgrad | delayed wgrad |
 |------|---------------|--------------------|-------------------|-------------|---------------|
-| 2.6  | yes           | no                 | no                | yes         | yes           |
+| 2.6  | yes           | no                 | no                | yes         | no hooks      |
 | 2.9  | yes           | yes                | yes               | yes         | yes           |
 | 2.12 | yes           | yes                | yes               | yes         | yes           |
 | 2.20 | yes           | yes                | yes, and returns  | yes         | yes           |
@@ -15,13 +15,13 @@ docs/main_grad_contract.md says what each column means.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.transformer_engine.loading import engine_version, load_engine
 
 SIZE = 16
@@ -40,7 +40,7 @@ class Capabilities:
         ops_return_real_wgrad: te.ops in overwrite mode also give the gradient to autograd (counted twice if
         added).
         dummy_wgrad: where the weight has `grad_added_to_main_grad`, autograd gets a dummy instead of nothing.
-        delayed_wgrad: modules take `delay_wgrad_compute` and have `backward_dw`.
+        delayed_wgrad: modules with `delay_wgrad_compute` tell when `backward_dw` has run (hooks).
     """
 
     version: tuple[int, ...]
@@ -56,6 +56,18 @@ class Capabilities:
         flags = [f.name for f in fields(self) if getattr(self, f.name) is True]
         version = ".".join(map(str, self.version))
         return f"Transformer Engine {version}: {', '.join(flags) or 'none of the contract'}"
+
+
+def check_contract(found: Capabilities, options: LayerOptions) -> None:
+    """Raise ValueError where the installed TE cannot do what `options` ask for, naming flag and fix."""
+    if options.delay_wgrad_compute and not found.delayed_wgrad:
+        raise ValueError(f"--delay-wgrad-compute needs a newer Transformer Engine than {found}; leave it out")
+    overwrites = found.get_main_grad and found.overwrite_modules and found.overwrite_grouped
+    if options.fuse_wgrad_accumulation and not overwrites:
+        raise ValueError(
+            "gradient accumulation fusion needs Transformer Engine 2.9 or later, which overwrites main_grad "
+            f"when told to; here is {found}. Use --no-gradient-accumulation-fusion"
+        )
 
 
 class _Buffers:
@@ -110,7 +122,7 @@ def probe(device: torch.device | str) -> Capabilities:
         overwrite_ops=overwrite_ops,
         ops_return_real_wgrad=returns_real,
         dummy_wgrad=linear.weight.grad is not None,
-        delayed_wgrad="delay_wgrad_compute" in inspect.signature(te.Linear).parameters,
+        delayed_wgrad=hasattr(te.Linear, "register_wgrad_accumulation_and_reduce_hooks"),
     )
 
 
