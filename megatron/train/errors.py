@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.parallel.pipeline.executor import PipelineError
+
 USER_EXIT_CODE = 2
 BUG_EXIT_CODE = 1
 PEER_EXIT_CODE = 3
@@ -87,7 +89,8 @@ def _report(error: BaseException, rank: int) -> tuple[int, str]:
     if is_users(error):
         return USER_EXIT_CODE, f"error: {' '.join(str(error).split())}"
     if is_lost_peer(error):
-        return PEER_EXIT_CODE, "error: a rank has gone; its own message says why"
+        where = f" ({' '.join(str(error).split())})" if isinstance(error, PipelineError) else ""
+        return PEER_EXIT_CODE, f"error: a rank has gone; its own message says why{where}"
     lines = "".join(traceback.format_exception(error))
     return BUG_EXIT_CODE, f"[rank {rank}] {lines}".rstrip()
 

@@ -8,9 +8,6 @@ Note "Tied embedding and head": the first and the last stage each hold the weigh
 cut it in the same way. Each reduces its gradient over its own FSDP group; then the shards are summed over the two
 stages, before norm and clipping. The last stage's copy is annotated `duplicate`: norms and counts leave it out. Both
 see the same gradient and the same optimizer, so they stay equal bit for bit.
-
-Note "Every rank reads the data": stages in the middle need positions and masks, and shapes; so each rank takes the same
-microbatches from its iterator, and no shape has to travel.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,17 +28,9 @@ from megatron.fsdp import FullyShardedDataParallel
 from megatron.models.backends.base import Backend
 from megatron.models.config import ModelConfig
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.pipeline.actions import Compute, PipelineShape
-from megatron.parallel.pipeline.executor import ExecutorOptions, PipelineExecutor, StageFunctions
-from megatron.parallel.pipeline.lower import lower
-from megatron.parallel.pipeline.p2p import Channel, Message, TensorSpec
-from megatron.parallel.pipeline.schedules import forward_only, make_schedule
+from megatron.parallel.pipeline.actions import PipelineShape
 from megatron.parallel.pipeline.stages import StageLayers, StageRequest, place_layers
-
-Batch = Mapping[str, Tensor]
-MicrobatchLoss = Callable[[Tensor, Batch], tuple[Tensor, Tensor, Tensor]]
-"""(per-token losses, batch) -> (what to call backward on, loss to report, valid tokens)."""
-LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from megatron.train.pipeline_runner import Batch, LossFunction, MicrobatchLoss, PipelineRunner
 
 
 @dataclass(frozen=True)
@@ -120,9 +108,10 @@ class PipelineModel(nn.Module):
         self.chunks = nn.ModuleDict({str(stage): chunk for stage, chunk in chunks.items()})
         self.by_stage = dict(chunks)
         self.config, self.plan, self.mesh = config, plan, mesh
-        self.runner = _Runner(self, backend)
+        self.runner = PipelineRunner(self, backend)
         self._tied_group: ProcessGroup | None = None
-        if not config.untie_embeddings_and_output_weights:
+        # Multi-token prediction embeds tokens on the last stage as well.
+        if not config.untie_embeddings_and_output_weights or config.mtp is not None:
             self._tied_group = mesh.subgroup("pp", (0, mesh.size("pp") - 1))
         self._sum_tied = False
         self.auxiliary_scale: Callable[[Batch], float | Tensor] | None = None
@@ -231,155 +220,3 @@ class PipelineModel(nn.Module):
             mine = {name: value for name, value in state_dict.items() if name in own}
             result = chunk.load_state_dict(mine, strict, assign)
         return result
-
-
-class _Microbatches:
-    """The batches of one step: each is taken from the iterator once, however many stages of the rank need it."""
-
-    def __init__(self, source: Iterator[Batch], num_uses: int) -> None:
-        self._source = source
-        self._num_uses = num_uses
-        self._batches: list[Batch] = []
-        self._uses: dict[int, int] = {}
-
-    def peek(self, index: int) -> Batch:
-        """Microbatch `index`, which stays."""
-        while len(self._batches) <= index:
-            self._batches.append(next(self._source))
-        return self._batches[index]
-
-    def take(self, index: int) -> Batch:
-        """Microbatch `index`; forgotten when all stages have taken it."""
-        batch = self.peek(index)
-        self._uses[index] = self._uses.get(index, 0) + 1
-        if self._uses[index] == self._num_uses:
-            self._batches[index] = {}
-        return batch
-
-
-class _Runner:
-    """Runs a PipelineModel's schedules."""
-
-    def __init__(self, model: PipelineModel, backend: Backend) -> None:
-        self.model = model
-        self.mesh, self.plan = model.mesh, model.plan
-        group = self.mesh.group("pp")
-        assert group is not None, "a pipeline has at least two ranks"
-        self.device = torch.device(self.mesh.device_type)
-        self.channel = Channel(group, self.device, timeout=self.plan.timeout)
-        self.options = backend.options
-        self.delayed: dict[int, list[Any]] = {
-            stage: [module for module in reversed(list(chunk.modules())) if backend.needs_backward_dw(module)]
-            for stage, chunk in model.by_stage.items()
-        }
-        self.scales: dict[int, float | Tensor] = {}
-        self.last_executor: PipelineExecutor | None = None
-        """Of the last run; what it recorded and its peak are there to be looked at."""
-
-    def train(self, batches: Iterator[Batch], count: int, loss: MicrobatchLoss) -> tuple[Tensor, Tensor]:
-        source = _Microbatches(batches, len(self.model.by_stage))
-        reported = torch.zeros(2, count, dtype=torch.float64, device=self.device)
-
-        def on_last(microbatch: int, losses: Tensor, batch: Batch) -> Tensor:
-            root, reported[0, microbatch], reported[1, microbatch] = loss(losses, batch)
-            return root
-
-        self._run(source, count, on_last, True)
-        return reported[0], reported[1]
-
-    def evaluate(self, batches: Iterable[Batch], loss_function: LossFunction) -> Tensor:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-
-        def on_last(_microbatch: int, losses: Tensor, batch: Batch) -> Tensor:
-            total, valid = loss_function(losses, batch["loss_mask"])
-            sums.add_(torch.stack([total.double(), valid.double()]))
-            return total
-
-        iterator = iter(batches)
-        while window := list(itertools.islice(iterator, 4 * self.mesh.size("pp"))):
-            source = _Microbatches(iter(window), len(self.model.by_stage))
-            self._run(source, len(window), on_last, False)
-        return sums
-
-    def _run(
-        self,
-        source: _Microbatches,
-        count: int,
-        on_last: Callable[[int, Tensor, Batch], Tensor],
-        training: bool,
-    ) -> None:
-        shape = self.plan.shape(self.mesh.size("pp"), count)
-        orders = (
-            make_schedule(self.plan.schedule, shape, self.plan.group_size)
-            if training
-            else forward_only(shape)
-        )
-        functions = {
-            stage: StageFunctions(
-                self._forward_of(stage, source, on_last),
-                self._weights_of(stage),
-                self._flags_of(stage, count),
-            )
-            for stage in self.model.by_stage
-        }
-
-        def specs(_stage: int, microbatch: int) -> tuple[TensorSpec, ...]:
-            return self._specs(source.peek(microbatch))
-
-        rank = self.mesh.rank("pp")
-        options = ExecutorOptions(specs, overlap=self.plan.overlap, with_gradients=training)
-        self.last_executor = PipelineExecutor(
-            lower(orders, shape)[rank], shape, rank, functions, self.channel, options
-        )
-        self.last_executor.run()
-
-    def _forward_of(
-        self, stage: int, source: _Microbatches, on_last: Callable[[int, Tensor, Batch], Tensor]
-    ) -> Callable[[int, Message], Tensor]:
-        chunk, last = self.model.by_stage[stage], stage == len(self.plan.stages) - 1
-
-        def forward(microbatch: int, inputs: Message) -> Tensor:
-            batch = source.take(microbatch)
-            if self.model.auxiliary_scale is not None:
-                self.scales[microbatch] = self.model.auxiliary_scale(batch)
-            arguments = {name: value for name, value in batch.items() if name != "loss_mask"}
-            if arguments.get("position_ids") is None and self.mesh.size("cp") == 1:
-                tokens = arguments["tokens"]
-                arguments["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
-                    tokens
-                )
-            if inputs:
-                arguments["hidden"] = inputs[0]
-            if last and self.model.config.mtp is not None:
-                arguments["loss_mask"] = batch["loss_mask"]
-            if not last:
-                arguments.pop("labels", None)
-                return chunk(**arguments)
-            return on_last(microbatch, chunk(**arguments), batch)
-
-        return forward
-
-    def _weights_of(self, stage: int) -> Callable[[int], None]:
-        def backward_weights(_microbatch: int) -> None:
-            for module in self.delayed[stage]:
-                module.backward_dw()
-
-        return backward_weights
-
-    def _flags_of(self, stage: int, count: int) -> Callable[[Compute], AbstractContextManager[None]]:
-        chunk = self.model.by_stage[stage]
-
-        def flags(action: Compute) -> AbstractContextManager[None]:
-            if action.microbatch in self.scales:
-                chunk.module.auxiliary.scale = self.scales[action.microbatch]
-            return contextlib.nullcontext() if action.microbatch == count - 1 else chunk.no_sync()
-
-        return flags
-
-    def _specs(self, batch: Batch) -> tuple[TensorSpec, ...]:
-        """Of the hidden states between stages."""
-        num_sequences, length = batch["tokens"].shape
-        if self.options.sequence_parallel:
-            length //= self.options.tp_size
-        dtype = torch.float32 if self.model.config.fp32_residual_connection else self.options.params_dtype
-        return (TensorSpec((length, num_sequences, self.model.config.hidden_size), dtype),)

@@ -68,6 +68,16 @@ class _Rank:
         return max(self.posted[self.head], self.head_since)
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """What holds for all ranks of one run on paper."""
+
+    shape: PipelineShape
+    split: bool
+    durations: Mapping[Compute, float] | Costs
+    blocking: bool
+
+
 def simulate(
     programs: tuple[Program, ...],
     shape: PipelineShape,
@@ -91,12 +101,13 @@ def simulate(
     split = any(
         isinstance(step, Compute) and step.kind is Kind.INPUT for program in programs for step in program
     )
+    rules = _Rules(shape, split, durations, blocking)
     spans: dict[Compute, Span] = {}
     progress = True
     while progress:
         progress = False
         for index, rank in enumerate(ranks):
-            while _advance(rank, index, shape, split, durations, spans, blocking):
+            while _advance(rank, index, rules, spans):
                 progress = True
         progress |= _communicate(ranks, transfer_time)
     _check_over(ranks)
@@ -105,21 +116,13 @@ def simulate(
     return Report(spans, max(rank.clock for rank in ranks), busy, tuple(_peak(rank, spans) for rank in ranks))
 
 
-def _advance(
-    rank: _Rank,
-    index: int,
-    shape: PipelineShape,
-    split: bool,
-    durations: Mapping[Compute, float] | Costs,
-    spans: dict[Compute, Span],
-    blocking: bool,
-) -> bool:
+def _advance(rank: _Rank, index: int, rules: _Rules, spans: dict[Compute, Span]) -> bool:
     """Do the rank's next step if it can be done."""
     if rank.position == len(rank.program):
         return False
-    if blocking and rank.head < len(rank.queue):
+    if rules.blocking and rank.head < len(rank.queue):
         return False
-    if blocking:
+    if rules.blocking:
         rank.clock = max(rank.clock, rank.head_since)
     step = rank.program[rank.position]
     if isinstance(step, Exchange):
@@ -130,11 +133,12 @@ def _advance(
         rank.posted.append(rank.clock)
     else:
         start = rank.clock
-        for needed in dependencies(step, shape.num_stages, split):
-            arrival = _available(needed, rank, index, shape, spans)
+        for needed in dependencies(step, rules.shape.num_stages, rules.split):
+            arrival = _available(needed, rank, index, rules.shape, spans)
             if arrival is None:
                 return False
             start = max(start, arrival)
+        durations = rules.durations
         duration = durations[step] if step in durations else durations[step.kind]  # type: ignore[index]
         spans[step] = (start, start + duration)
         rank.clock = start + duration

@@ -13,12 +13,14 @@ from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import ModelConfig, RecomputeConfig
 from megatron.models.gpt import GPTModel
+from megatron.models.init import Initializer, materialise
 from megatron.parallel.annotate import annotation_of, local_chunks
 from megatron.parallel.context.balance import split_batch
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from megatron.parallel.pipeline.schedules import make_schedule
 from megatron.parallel.pipeline.stages import StageRequest, place_layers
 from megatron.train.build import wrap_model
+from megatron.train.evaluate import evaluate
 from megatron.train.lr_schedule import OptimizerParamScheduler, ScheduleConfig
 from megatron.train.optimizer import build_optimizer
 from megatron.train.pipeline import PipelineModel, PipelinePlan
@@ -128,8 +130,6 @@ def pieces(name: str, tensor: Any, parameter: Tensor, mesh: ParallelMesh) -> lis
 
 def train(rank: int, world: int, case: PipeCase) -> RankTrace:
     """STEPS steps of `case` on its ranks, and an evaluation before them."""
-    from megatron.train.evaluate import evaluate
-
     model, mesh = build(case)
     optimizer = build_optimizer(model.named_parameters(), equivalence.optimizer_options(case))
     schedule = ScheduleConfig(
@@ -166,8 +166,6 @@ def train(rank: int, world: int, case: PipeCase) -> RankTrace:
 
 def evaluation_reference(case: PipeCase) -> tuple[float, int]:
     """Mean loss over valid tokens of the held-out batches, by the plain model."""
-    from megatron.models.init import Initializer, materialise
-
     mesh = ParallelMesh.single()
     options = LayerOptions.from_mesh(mesh, params_dtype=case.dtype, device="meta")
     model = materialise(GPTModel(case.model, TorchBackend(options), mesh), Initializer(SEED, mesh))
@@ -179,3 +177,11 @@ def evaluation_reference(case: PipeCase) -> tuple[float, int]:
             total += float((losses.double() * one["loss_mask"].double()).sum())
             tokens += int(one["loss_mask"].sum())
     return total / tokens, tokens
+
+
+def initial_weights(case: PipeCase) -> dict[str, Tensor]:
+    """What one rank starts from."""
+    mesh = ParallelMesh.single()
+    options = LayerOptions.from_mesh(mesh, params_dtype=case.dtype, device="meta")
+    model = materialise(GPTModel(case.model, TorchBackend(options), mesh), Initializer(SEED, mesh))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.fsdp import ShardingStrategy
+from megatron.parallel.pipeline.stages import StageRequest
 from tests.pool import run_ranks
 from tests.unit.train import equivalence, pipeline_runs
 from tests.unit.train.equivalence import Trace, error
@@ -104,3 +106,73 @@ def case_of(cell: tuple[Any, ...]) -> PipeCase:
 def test_a_pipeline_equals_plain_torch(cell: tuple[Any, ...]) -> None:
     """P02, P03, P04, P08, P10, P18, P19, P20 over every pair of values; uneven stages, less microbatches than ranks."""
     check(case_of(cell))
+
+
+PRODUCT = ("pipeline", "strategy", "microbatches", "tied", "recompute")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", list(itertools.product(*(AXES[axis] for axis in PRODUCT))), ids=str)
+def test_a_pipeline_equals_plain_torch_everywhere(cell: tuple[Any, ...]) -> None:
+    values = dict(zip(PRODUCT, cell, strict=True))
+    check(case_of(tuple(values.get(axis, AXES[axis][0]) for axis in AXES)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PipeCase(tp=2, dp=2, microbatches=3, layers=3, fused=True),
+        PipeCase(cp=2, tp=2, microbatches=2, layers=3, tied=False, schedule="zero-bubble", per_token=True),
+        PipeCase(dp=4, outer=2, microbatches=3, layers=5, chunks=2, schedule="interleaved"),
+        PipeCase(
+            tp=2, cp=2, pp=2, dp=1, microbatches=2, layers=4, strategy="optim", chunks=2, schedule="gpipe"
+        ),
+    ],
+    ids=str,
+)
+def test_all_axes_together(case: PipeCase) -> None:
+    """Tensor x pipeline x context x data, hybrid sharding: F12, P13, P18."""
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        StageRequest(2, count_embedding=True, count_loss=True),  # embedding | layer | layer | loss
+        StageRequest(3, layout="E|tt|t|L"),
+        StageRequest(5, first_rank=1, last_rank=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_stages_of_only_embedding_or_loss(request_: StageRequest, microbatches: int) -> None:
+    """P20: less microbatches than ranks too."""
+    check(PipeCase(pp=4, layers=request_.num_layers, request=request_, microbatches=microbatches))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_overlap_changes_no_bit(schedule: str, strategy: str) -> None:
+    """P08, P17: losses, norms and every weight, with messages and reductions overlapped or not."""
+    runs = [
+        run_ranks(pipeline_runs.train, 4, PipeCase(
+            schedule=schedule, strategy=strategy, dp=2, microbatches=3, layers=3, overlap=overlap
+        ), timeout=120)
+        for overlap in (True, False)
+    ]  # fmt: skip
+    for one, other in zip(*runs, strict=True):
+        assert one.losses == other.losses and one.norms == other.norms
+        for name, pieces in one.weights.items():
+            for (_, ours), (_, theirs) in zip(pieces, other.weights[name], strict=True):
+                assert torch.equal(ours, theirs), name
+
+
+def test_initial_weights_do_not_depend_on_the_pipeline() -> None:
+    """P11, P19: tied copies are drawn alike; no parameter is missing."""
+    case = PipeCase(chunks=2, schedule="interleaved", layers=5, microbatches=1)
+    traces = run_ranks(pipeline_runs.train, 2, case, timeout=120)
+    whole = pipeline_runs.initial_weights(case)
+    initial = assemble([trace.initial for trace in traces], whole)
+    for name, tensor in initial.items():
+        rows = equivalence.VOCABULARY if torch.isnan(tensor).any() else len(tensor)
+        assert torch.equal(tensor[:rows], whole[name][:rows]), name
