@@ -32,9 +32,10 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FIRST_TAG = 1 << 16
-# One counter per live process group, shared by everything in the process that uses the group.
+# Counters per live process group, shared by everything in the process that uses the group: one for gathers, one for
+# reductions, because how these two interleave may differ between ranks (schedule.py, Note [One order]).
 _TAGS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_COMMUNICATORS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_COMMUNICATORS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -62,8 +63,9 @@ class Communicator:
     backend runs one communicator's operations in launch order (see `twin`).
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, for_reductions: bool = False) -> None:
         self.group = group
+        self._for_reductions = for_reductions
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.backend = "none" if group is None else dist.get_backend(group)
@@ -71,15 +73,18 @@ class Communicator:
         self._operations = _operations_of(self.backend)
 
     def twin(self) -> Communicator:
-        """Return a communicator over the same ranks whose operations are ordered apart from this one's."""
-        if self.group is None or not self._operations.ordered:
-            return self
-        ranks = dist.get_process_group_ranks(self.group)
-        return Communicator(dist.new_group(ranks, use_local_synchronization=True))
+        """Return the communicator for reductions: the same ranks, operations ordered apart from this one's."""
+        group = self.group
+        if group is not None and self._operations.ordered and self.backend != "fake":
+            group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+        return Communicator(group, for_reductions=True)
 
     def next_tag(self) -> int:
         """Return a message tag that is new for the process group and the same on all its ranks."""
-        return next(_TAGS.setdefault(self.group, itertools.count(_FIRST_TAG)))
+        counters = _TAGS.setdefault(
+            self.group, (itertools.count(_FIRST_TAG, 2), itertools.count(_FIRST_TAG + 1, 2))
+        )
+        return next(counters[self._for_reductions])
 
     def count(self, operation: str, num_bytes: int) -> None:
         """Add one call of `operation` with `num_bytes` sent by this rank."""
@@ -131,12 +136,13 @@ class MeshCommunicators:
 
 
 def mesh_communicators(inner: dist.ProcessGroup, outer: dist.ProcessGroup | None) -> MeshCommunicators:
-    """Return the communicators of (inner, outer): the same ones for every unit and model on these groups."""
-    by_outer = _COMMUNICATORS.setdefault(inner, {})
-    key = None if outer is None else weakref.ref(outer)
-    if key not in by_outer:
-        by_outer[key] = MeshCommunicators(inner, outer)
-    return by_outer[key]
+    """Return the communicators of (inner, outer): the same ones for all units and models on these groups, as long as
+    any lives.
+    """
+    made = _COMMUNICATORS.get((inner, outer))
+    if made is None:
+        made = _COMMUNICATORS[inner, outer] = MeshCommunicators(inner, outer)
+    return made
 
 
 class Done:

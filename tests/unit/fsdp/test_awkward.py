@@ -136,6 +136,27 @@ class UnusedOnSomeRanks(nn.Module):
         return x
 
 
+class OnlyOnRank0(nn.Module):
+    """Only rank 0 uses a branch: its units are final at other times than the other ranks'."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.rank0 = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, rank):
+            return self.always(x) + (self.rank0(x) if rank == 0 else 0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x, rank=0, step=0):
+        for layer in self.layers:
+            x = layer(x, rank)
+        return x
+
+
 class Frozen(Fused):
     """A frozen layer under a trainable one, frozen parameters beside trainable ones (F02, F03, F05)."""
 
@@ -262,8 +283,8 @@ class OrderChanges(Plain):
 
 CASES: list[type[nn.Module]] = [
     Plain, Fused, CalledTwice, Recompute, ReentrantRecompute, ReentrantTwice, ChunkRecompute, InPlace, ManyOutputs,
-    UnusedOnSomeRanks, Frozen, FrozenRecompute, UnfreezeLater, TiedAcross, OddShapes, OtherMethod, SharedContext,
-    Nested, OrderChanges,
+    UnusedOnSomeRanks, OnlyOnRank0, Frozen, FrozenRecompute, UnfreezeLater, TiedAcross, OddShapes, OtherMethod,
+    SharedContext, Nested, OrderChanges,
 ]  # fmt: skip
 
 

@@ -32,13 +32,18 @@ def traffic(rank, world_size, strategy, microbatches):
     model = wrap(build("fused", False), world_size, strategy=ShardingStrategy(strategy))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     train_steps(model, optim, rank, 2)
-    comm = next(group.comms.gather for unit in model.engine.units for group in unit.groups)
-    comm.traffic.clear()
+    comms = next(group.comms for unit in model.engine.units for group in unit.groups)
+    for comm in (comms.gather, comms.reduce):
+        comm.traffic.clear()
     train_steps(model, optim, rank, 1, microbatches)
     sizes = {}
     for unit in model.engine.units:
         sizes[unit.name] = sum(group.layout.numel for group in unit.groups) * 8
-    counted = {name: (count.calls, count.bytes) for name, count in comm.traffic.items()}
+    counted = {"all_gather": (0, 0), "reduce_scatter": (0, 0)}
+    for comm in (comms.gather, comms.reduce):
+        for name, count in comm.traffic.items():
+            calls, size = counted[name]
+            counted[name] = (calls + count.calls, size + count.bytes)
     groups = {unit.name: len(unit.groups) for unit in model.engine.units}
     return counted, sizes, groups
 
