@@ -56,6 +56,23 @@ FREE_MODEL_FIELDS = frozenset(
         "init_method_xavier_uniform",
         "padded_vocab_size",
         "fp32_residual_connection",
+        *(
+            f"moe.{field}"
+            for field in (
+                "dispatcher",
+                "flex_backend",
+                "load_balancing",
+                "aux_loss_coeff",
+                "z_loss_coeff",
+                "input_jitter_eps",
+                "bias_update_rate",
+                "router_dtype",
+                "expert_capacity_factor",
+                "pad_expert_input_to_capacity",
+                "token_drop_policy",
+            )
+        ),
+        "mtp.loss_scaling_factor",
     }
 )
 
@@ -172,18 +189,27 @@ def read_record(root: str | Path, iteration: int, flag: str = "--load") -> RunRe
 
 def check_same_model(record: RunRecord, model: Mapping[str, Any], flag: str = "--load") -> None:
     """Raise ValueError, listing what differs, if the checkpoint's weights are of another model."""
-    model = json.loads(json.dumps(model))
-    names = sorted((set(record.model) | set(model)) - FREE_MODEL_FIELDS)
+    there, here = _flat(record.model), _flat(json.loads(json.dumps(model)))
+    names = sorted((set(there) | set(here)) - FREE_MODEL_FIELDS)
     different = [
-        f"{name} is {record.model.get(name)} there, {model.get(name)} here"
+        f"{name} is {there.get(name)} there, {here.get(name)} here"
         for name in names
-        if record.model.get(name) != model.get(name)
+        if there.get(name) != here.get(name)
     ]
     if different:
         raise ValueError(
             f"{flag}: the checkpoint is of another model ({'; '.join(different)}); give the model flags it "
             "was saved with, or another --load"
         )
+
+
+def _flat(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the parts that only some models have, beside the model's own: "moe.num_experts"."""
+    parts = ("moe", "mla", "mtp")
+    flat = {name: value for name, value in model.items() if name not in parts}
+    for part in parts:
+        flat |= {f"{part}.{name}": value for name, value in (model.get(part) or {}).items()}
+    return flat
 
 
 def read_shapes(

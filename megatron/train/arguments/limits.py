@@ -153,12 +153,6 @@ def _pipeline(v: Namespace) -> None:
             if given is not None:
                 raise ValueError(f"{flag} is for pipelines: give --pipeline-model-parallel-size 2 or more")
         return
-    for flag, given in (("--num-experts", v.num_experts), ("--mtp-num-layers", v.mtp_num_layers)):
-        if given:
-            raise ValueError(
-                f"{flag} {given} with --pipeline-model-parallel-size {ranks} is not there yet: use expert or tensor "
-                "parallelism with --use-megatron-fsdp"
-            )
     plan = pipeline_plan(v)
     if any(stage.num_mtp for stage in plan.stages):
         raise ValueError(

@@ -72,7 +72,10 @@ def test_validate_only_prints_the_configuration_and_starts_nothing(
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("--num-layrs 4", "did you mean --num-layers"), ("--moe-latent-size 8", "--moe-latent-size 8 is not built yet")],
+    [
+        ("--num-layrs 4", "did you mean --num-layers"),
+        ("--moe-latent-size 8", "--moe-latent-size 8 is not built yet"),
+    ],
 )
 def test_a_wrong_command_line_ends_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, expected: str
@@ -132,4 +135,8 @@ def test_a_deepseek_run_resolves() -> None:
     assert (config.sharding_strategy, config.outer_sharding_strategy) == ("optim_grads_params", "optim")
     model = ModelConfig.from_arguments(validate(arguments, 8, "cpu").replace(vocab_size=8))
     assert model.moe is not None and model.mla is not None and model.mtp is None
-    assert (model.moe.pattern[2:4], model.moe.score_function, model.mla.q_lora_rank) == ((False, True), "sigmoid", 256)
+    assert (model.moe.pattern[2:4], model.moe.score_function, model.mla.q_lora_rank) == (
+        (False, True),
+        "sigmoid",
+        256,
+    )

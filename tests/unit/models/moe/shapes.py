@@ -75,9 +75,10 @@ def deepseek(**changes: Any) -> ModelConfig:
     )
 
 
-def pieces(model: nn.Module, mesh: ParallelMesh) -> list[tuple[str, Any, tuple[int, ...], list[Any]]]:
+def pieces(
+    model: nn.Module, config: ModelConfig, mesh: ParallelMesh
+) -> list[tuple[str, Any, tuple[int, ...], list[Any]]]:
     """(global name, parameter, global shape, chunks) of every parameter of this rank."""
-    config: Any = model.config
     name_of = global_names(mesh, None if config.moe is None else config.moe.num_experts)
     found = []
     for name, parameter in model.named_parameters():
@@ -89,10 +90,10 @@ def pieces(model: nn.Module, mesh: ParallelMesh) -> list[tuple[str, Any, tuple[i
     return found
 
 
-def load_whole(model: nn.Module, state: dict[str, Tensor], mesh: ParallelMesh) -> None:
+def load_whole(model: Any, state: dict[str, Tensor], mesh: ParallelMesh) -> None:
     """Fill this rank's parameters and buffers from tensors of the whole model."""
     with torch.no_grad():
-        for name, parameter, shape, chunks in pieces(model, mesh):
+        for name, parameter, shape, chunks in pieces(model, model.config, mesh):
             whole = state[name]
             assert tuple(whole.shape) == tuple(shape), f"{name}: {tuple(whole.shape)} for {tuple(shape)}"
             for chunk in chunks:

@@ -17,7 +17,7 @@ import torch
 from megatron.models.config import ModelConfig
 from tests.pool import run_ranks
 from tests.unit.models.moe import shapes
-from tests.unit.models.moe.training import Layout, Options, Trace, assembled, reference, train
+from tests.unit.models.moe.training import Layout, Options, Trace, assembled, recorded, reference, train
 from tests.unit.train.equivalence import error
 from tests.unit.train.test_equivalence import pairwise_cover
 
@@ -34,6 +34,7 @@ LAYOUTS = {
     "tp2-sp-ep2-etp2": Layout({"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, True),
     "tp2-ep4": Layout({"tensor": 2, "data": 2, "expert": 4}),
     "cp2-ep2": Layout({"context": 2, "data": 2, "expert": 2}),
+    "pp2-ep2": Layout({"pipeline": 2, "data": 2, "expert": 2}),
     "hsdp-ep2": Layout({"data": 4, "data_outer": 2, "expert": 2}),
 }
 AXES: dict[str, tuple[Any, ...]] = {
@@ -107,3 +108,36 @@ def test_loss_of_the_step_so_far(recompute):
     config = shapes.deepseek(dispatcher="alltoall")
     options = Options(recompute=recompute, double=True)
     check(config, layout, options, reference(config, False, options.dtype))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dispatcher", "recompute"),
+    [("ep2", "alltoall", "full"), ("ep4", "alltoall", None), ("ep4", "allgather", "moe")],
+)
+def test_ranks_without_tokens(layout, dispatcher, recompute):
+    """E08, G13: every token goes to the first half of the experts; the others' gradients are zero, and it goes on."""
+    config = MODELS["deepseek"](dispatcher=dispatcher, bias_update_rate=0.0)
+    options = Options(recompute=recompute, double=True, forced=True)
+    wanted = reference(config, False, options.dtype, forced=True)
+    check(config, LAYOUTS[layout], options, wanted)
+    assert not wanted.gradients[0]["decoder.layers.1.mlp.experts.linear_fc1.weight4"].any()
+    assert wanted.gradients[0]["decoder.layers.1.mlp.experts.linear_fc1.weight3"].any()
+
+
+def test_ranks_launch_in_one_order():
+    """E16: dispatch, balancing losses and FSDP's own collectives, in the same order on all ranks of each group."""
+    layout = Layout({"context": 2, "data": 2, "expert": 2})
+    logs = run_ranks(
+        recorded, 4, shapes.deepseek(dispatcher="alltoall"), layout, Options(recompute="full"), timeout=120
+    )
+    groups: dict[tuple[int, ...], list[tuple[int, list[list[tuple[str, int]]]]]] = {}
+    for rank, log in enumerate(logs):
+        by_ranks: dict[tuple[int, ...], list[list[tuple[str, int]]]] = {}
+        for key, calls in log.items():  # several groups may have the same members: in the order of first use
+            by_ranks.setdefault(key[:-1], []).append(calls)
+        for ranks, found in by_ranks.items():
+            groups.setdefault(ranks, []).append((rank, found))
+    assert any(len(ranks) == 2 for ranks in groups)
+    for ranks, members in groups.items():
+        assert [rank for rank, _ in members] == list(ranks)
+        assert all(found == members[0][1] for _, found in members), ranks

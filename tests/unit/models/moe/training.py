@@ -7,17 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.fsdp import collectives as fsdp_collectives
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import ModelConfig, RecomputeConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
+from megatron.models.moe.router import TopKRouter
+from megatron.parallel import collectives as parallel_collectives
 from megatron.parallel.context.balance import split_batch
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from megatron.train.arguments import parse_args, validate
-from megatron.train.build import wrap_model
+from megatron.train.build import build_model
 from megatron.train.lr_schedule import OptimizerParamScheduler, ScheduleConfig
 from megatron.train.optimizer import OptimizerConfig, build_optimizer
 from megatron.train.step import BatchSize, StepOptions, TrainState, TrainStep
@@ -45,13 +49,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Options:
-    """How a layout trains. `double`: in float64, where a long chain of sums leaves fp32's 1e-6."""
+    """How a layout trains. `double`: in float64, where a long chain of sums leaves fp32's 1e-6. `forced`: a
+    bias that sends every token to the first experts.
+    """
 
     strategy: str = "optim_grads_params"
     fused: bool = True
     per_token: bool = False
     recompute: str | None = None
     double: bool = False
+    forced: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,11 +92,20 @@ def batch(step: int, index: int) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
 
 
-def reference(config: ModelConfig, per_token: bool, dtype: torch.dtype) -> Trace:
+def force_first_experts(model: Any) -> None:
+    """A bias that leaves no choice."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.expert_bias.copy_(torch.arange(module.config.num_experts, 0, -1) * 10.0)
+
+
+def reference(config: ModelConfig, per_token: bool, dtype: torch.dtype, forced: bool = False) -> Trace:
     """One process, plain autograd and SGD."""
     mesh = ParallelMesh.single()
     options = LayerOptions.from_mesh(mesh, params_dtype=dtype, device="meta")
     model = materialise(GPTModel(config, TorchBackend(options), mesh), Initializer(SEED, mesh))
+    if forced:
+        force_first_experts(model)
     named = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     trace = Trace()
@@ -133,6 +149,7 @@ def train_config(config: ModelConfig, layout: Layout, options: Options) -> Any:
         *("--num-distributed-optimizer-instances", str(sizes.get("data_outer", 1))),
         *("--tensor-model-parallel-size", str(sizes.get("tensor", 1))),
         *("--context-parallel-size", str(sizes.get("context", 1))),
+        *("--pipeline-model-parallel-size", str(sizes.get("pipeline", 1))),
         *("--expert-model-parallel-size", str(sizes.get("expert", 1))),
         *("--expert-tensor-parallel-size", str(sizes.get("expert_tensor", 1))),
         *("--num-experts", str(config.moe.num_experts)),
@@ -154,9 +171,11 @@ def train(
         device="meta",
         fuse_wgrad_accumulation=options.fused,
     )
-    model = GPTModel(options.apply(config), TorchBackend(layers), mesh)
-    places = [(name, shape, chunks) for name, _, shape, chunks in pieces(model, mesh)]
-    wrapped = wrap_model(model, train_config(config, layout, options), mesh, torch.device("cpu"))
+    settings = train_config(config, layout, options)
+    wrapped = build_model(options.apply(config), TorchBackend(layers), settings, mesh, torch.device("cpu"))
+    if options.forced:
+        force_first_experts(wrapped)
+    places = [(name, shape, chunks) for name, _, shape, chunks in pieces(wrapped, config, mesh)]
     sgd = OptimizerConfig(kind="sgd", lr=LEARNING_RATE, weight_decay=0.0, momentum=0.0)
     optimizer = build_optimizer(wrapped.named_parameters(), sgd)
     schedule = ScheduleConfig(max_lr=LEARNING_RATE, decay_style="constant")
@@ -178,8 +197,46 @@ def train(
         trace.norms.append(result.grad_norm)
         trace.auxiliary.append(dict(result.auxiliary))
     trace.weights = {place[0]: whole(parameter) for place, (_, parameter) in zip(places, named, strict=True)}
-    trace.buffers = {name: buffer.clone() for name, buffer in wrapped.module.named_buffers()}
+    trace.buffers = {name: buffer.clone() for name, buffer in wrapped.state_dict().items() if "bias" in name}
     return trace, places
+
+
+def recorded(
+    rank: int, world: int, config: ModelConfig, layout: Layout, options: Options
+) -> dict[tuple[int, ...], list[tuple[str, int]]]:
+    """The collectives that this rank launched on each group, in order: (kind, group)."""
+    seen: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    numbers: dict[Any, int] = {}
+    originals = [(module, name, getattr(module, name)) for module, name in COLLECTIVES]
+
+    def recorder(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group") or dist.group.WORLD
+            numbers.setdefault(group, len(numbers))
+            ranks = tuple(dist.get_process_group_ranks(group))
+            seen.setdefault((*ranks, -numbers[group] - 1), []).append((name, len(ranks)))
+            return original(*args, **kwargs)
+
+        return call
+
+    for module, name, original in originals:
+        setattr(module, name, recorder(name, original))
+    try:
+        train(rank, world, config, layout, options)
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
+    return seen
+
+
+COLLECTIVES = (
+    (dist, "all_to_all_single"),
+    (dist, "all_reduce"),
+    (parallel_collectives, "_all_gather_single"),
+    (parallel_collectives, "_reduce_scatter_single"),
+    (fsdp_collectives, "all_gather_single"),
+    (fsdp_collectives, "reduce_scatter_single"),
+)
 
 
 def part(one: dict[str, Tensor], mesh: ParallelMesh) -> dict[str, Tensor]:
@@ -196,7 +253,7 @@ def whole(tensor: Any) -> Tensor:
 def assembled(results: list[tuple[Trace, list[Any]]]) -> Trace:
     """One trace of the whole model; replicas must agree bit for bit."""
     first = results[0][0]
-    out = dataclasses.replace(first, gradients=[{} for _ in first.gradients], weights={})
+    out = dataclasses.replace(first, gradients=[{} for _ in first.gradients], weights={}, buffers={})
     for trace, places in results:
         for name, shape, chunks in places:
             for target, source in zip(
@@ -215,6 +272,6 @@ def assembled(results: list[tuple[Trace, list[Any]]]) -> Trace:
                         f"{name}: replicas differ"
                     )
                     into[there] = piece
-        assert trace.buffers.keys() == first.buffers.keys()
-        assert all(torch.equal(value, first.buffers[name]) for name, value in trace.buffers.items())
+        for name, value in trace.buffers.items():
+            assert torch.equal(out.buffers.setdefault(name, value), value), f"{name}: replicas differ"
     return out

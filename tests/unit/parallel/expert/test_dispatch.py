@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron.parallel.expert import AllGatherDispatcher, AllToAllDispatcher, ExpertGrid, Routing
+from megatron.parallel.expert import AllGatherDispatcher, AllToAllDispatcher, ExpertGrid, Routing, dispatch
 from megatron.parallel.expert import permute as p
 from megatron.parallel.expert.flex import FlexDispatcher
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
@@ -98,37 +97,32 @@ def test_equals_the_loop(kind, world, etp):
                 assert torch.allclose(value, reference[own], rtol=1e-5, atol=1e-5), pattern
             which, part = got[4]
             assert torch.allclose(got[3], experts[which, part], rtol=1e-5, atol=1e-4), pattern
-    idle = results[-1]["idle_rank"][3]
-    assert idle is not None and not idle.any()
+    for result in results:
+        (which, _), gradient = result["idle_rank"][4], result["idle_rank"][3]
+        assert gradient is not None and not gradient[max(0, EXPERTS // 2 - which.start) :].any()
 
 
 def run_count(rank, world_size):
-    """Collectives of one dropless and of one padded call."""
+    """Gathers of counts of one dropless and of one padded call."""
     mesh = ParallelMesh(ParallelSizes(data=world_size, expert=world_size))
     grid = ExpertGrid.of_mesh(EXPERTS, mesh)
-    counted = []
-    original = dist.all_gather_into_tensor
-
-    def gathered(*args, **kwargs):
-        counted.append(1)
-        return original(*args, **kwargs)
-
-    dist.all_gather_into_tensor = gathered
+    original, gathered = dispatch.launch_all_gather, []
+    dispatch.launch_all_gather = lambda *args: gathered.append(1) or original(*args)
     try:
+        counts = []
         for capacity in (None, 4):
             experts, weights = routing_of("free", rank)
-            before = len(counted)
             AllToAllDispatcher(grid).dispatch(
                 tokens_of("free", rank), Routing(experts, weights, EXPERTS, capacity)
             )
-            counted.append(-(len(counted) - before))
+            counts.append(len(gathered))
     finally:
-        dist.all_gather_into_tensor = original
-    return [-value for value in counted if value <= 0]
+        dispatch.launch_all_gather = original
+    return counts
 
 
 def test_counts_travel_only_without_capacity():
-    assert run_ranks(run_count, 2) == [[1, 0], [1, 0]]
+    assert run_ranks(run_count, 2) == [[1, 1], [1, 1]]
 
 
 def test_experts_must_divide():
@@ -137,3 +131,24 @@ def test_experts_must_divide():
         ValueError, match="--num-experts 8 is not a multiple of --expert-model-parallel-size 3"
     ):
         ExpertGrid.of_mesh(8, mesh)
+
+
+@pytest.mark.parametrize(("capacity", "waits"), [(None, 1), (6, 0)])
+def test_host_waits(monkeypatch, capacity, waits):
+    """One for a dropless call, none with a capacity."""
+    counted = []
+    for name in ("tolist", "item", "__bool__", "nonzero", "cpu", "__int__"):
+        original = getattr(torch.Tensor, name)
+
+        def call(self, *args, original=original, name=name):
+            counted.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, call)
+    experts, weights = routing_of("free", 0)
+    tokens = tokens_of("free", 0).requires_grad_()
+    there = AllToAllDispatcher(ExpertGrid(EXPERTS)).dispatch(
+        tokens, Routing(experts, weights, EXPERTS, capacity)
+    )
+    there.combine(there.rows).sum().backward()
+    assert len(counted) == waits, counted
