@@ -254,7 +254,9 @@ def describe(run: Run) -> list[str]:
 
     config, launch = run.config, run.launch
     parameters: Any = count_parameters(run.model_config)
+    model = run.state.model
     return [
+        *([model.plan.describe()] if isinstance(model, PipelineModel) else []),
         f"{launch.world_size} ranks ({launch.launcher}) on {run.device.type}, {config.distributed_backend}; "
         f"sharding {config.sharding_strategy} over {run.mesh.size('fsdp')} ranks",
         f"{parameters.total / 1e6:.2f} M parameters, {config.params_dtype} compute, "

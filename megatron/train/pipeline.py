@@ -51,6 +51,11 @@ class PipelinePlan:
     overlap: bool = True
     timeout: timedelta | None = None
 
+    def describe(self) -> str:
+        """One line for the log."""
+        layers = " ".join(str(len(stage.layers)) for stage in self.stages)
+        return f"pipeline of {len(self.stages)} stages with {layers} layers, schedule {self.schedule}"
+
     def shape(self, num_ranks: int, num_microbatches: int) -> PipelineShape:
         """The pipeline's sizes for a step of this many microbatches."""
         return PipelineShape(num_ranks, num_microbatches, len(self.stages) // num_ranks)
@@ -70,10 +75,14 @@ def pipeline_plan(config: Any) -> PipelinePlan:
         config.decoder_last_pipeline_num_layers,
         config.pipeline_model_parallel_layout,
     )
-    if config.delay_wgrad_compute:
-        schedule = "zero-bubble"
-    else:
-        schedule = "interleaved" if chunks > 1 else "1f1b"
+    schedule = "zero-bubble" if config.delay_wgrad_compute else "interleaved" if chunks > 1 else "1f1b"
+    if config.pipeline_schedule is not None:
+        schedule = config.pipeline_schedule
+        if (schedule == "zero-bubble") != config.delay_wgrad_compute:
+            raise ValueError(
+                f"--pipeline-schedule {schedule} {'needs' if schedule == 'zero-bubble' else 'does not go with'} "
+                "--delay-wgrad-compute"
+            )
     return PipelinePlan(
         place_layers(request, config.pipeline_model_parallel_size, chunks),
         schedule,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.fsdp.main_grad import waiting_wgrads
 from megatron.models.backends.base import Backend
-from megatron.parallel.pipeline.actions import Compute, Kind
+from megatron.parallel.pipeline.actions import Compute, Kind, Program
 from megatron.parallel.pipeline.executor import ExecutorOptions, PipelineExecutor, StageFunctions
 from megatron.parallel.pipeline.lower import lower
 from megatron.parallel.pipeline.p2p import Channel, Message, TensorSpec
@@ -104,6 +104,7 @@ class PipelineRunner:
             for stage, chunk in model.by_stage.items()
         }
         self.scales: dict[int, float | Tensor] = {}
+        self._programs: dict[tuple[int, bool], Program] = {}
         self.last_executor: PipelineExecutor | None = None
         """Of the last run; what it recorded and its peak are there to be looked at."""
 
@@ -139,12 +140,11 @@ class PipelineRunner:
         on_last: Callable[[int, Tensor, Batch], Tensor],
         training: bool,
     ) -> None:
-        shape = self.plan.shape(self.mesh.size("pp"), count)
-        orders = (
-            make_schedule(self.plan.schedule, shape, self.plan.group_size)
-            if training
-            else forward_only(shape)
-        )
+        shape, rank = self.plan.shape(self.mesh.size("pp"), count), self.mesh.rank("pp")
+        if (count, training) not in self._programs:
+            plan = self.plan
+            orders = make_schedule(plan.schedule, shape, plan.group_size) if training else forward_only(shape)
+            self._programs[count, training] = lower(orders, shape)[rank]
         functions = {
             stage: StageFunctions(
                 self._forward_of(stage, source, on_last),
@@ -157,10 +157,9 @@ class PipelineRunner:
         def specs(_stage: int, microbatch: int) -> tuple[TensorSpec, ...]:
             return self._specs(source.peek(microbatch))
 
-        rank = self.mesh.rank("pp")
         options = ExecutorOptions(specs, overlap=self.plan.overlap, with_gradients=training)
         self.last_executor = PipelineExecutor(
-            lower(orders, shape)[rank], shape, rank, functions, self.channel, options
+            self._programs[count, training], shape, rank, functions, self.channel, options
         )
         self.last_executor.run()
 

@@ -84,6 +84,8 @@ class Posted:
 class Channel:
     """Exchanges messages with the other ranks of `group`; all ranks must post in one order (lower.py).
 
+    Collective over the group.
+
     Args:
         group: the pipeline's.
         device: where messages lie.
@@ -101,6 +103,9 @@ class Channel:
     ) -> None:
         self.group = group
         self.device = device
+        if dist.get_backend(group) != "gloo":
+            # The first call on a communicator makes it, and only one that all its ranks take part in may.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         self.with_headers = with_headers
         self.timeout = timeout
 

@@ -149,6 +149,7 @@ def _pipeline(v: Namespace) -> None:
             ("--decoder-first-pipeline-num-layers", v.decoder_first_pipeline_num_layers),
             ("--decoder-last-pipeline-num-layers", v.decoder_last_pipeline_num_layers),
             ("--delay-wgrad-compute", v.delay_wgrad_compute or None),
+            ("--pipeline-schedule", v.pipeline_schedule),
         ):
             if given is not None:
                 raise ValueError(f"{flag} is for pipelines: give --pipeline-model-parallel-size 2 or more")

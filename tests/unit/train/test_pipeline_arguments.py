@@ -56,6 +56,9 @@ def test_schedules() -> None:
     assert (plan.schedule, plan.group_size, plan.overlap) == ("interleaved", 3, False)
     plan = pipeline_plan(validated("--pipeline-model-parallel-size 2 --delay-wgrad-compute"))
     assert plan.schedule == "zero-bubble"
+    plan = pipeline_plan(validated("--pipeline-model-parallel-size 2 --pipeline-schedule gpipe"))
+    assert plan.schedule == "gpipe"
+    assert plan.describe() == "pipeline of 2 stages with 4 4 layers, schedule gpipe"
 
 
 def test_any_number_of_microbatches() -> None:
@@ -68,6 +71,12 @@ def test_any_number_of_microbatches() -> None:
     ("words", "message"),
     [
         ("--delay-wgrad-compute", "--delay-wgrad-compute is for pipelines"),
+        ("--pipeline-schedule gpipe", "--pipeline-schedule is for pipelines"),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "needs --delay-wgrad-compute"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
+            "1f1b has one chunk on each rank, not 2",
+        ),
         ("--pipeline-model-parallel-layout Et*8L", "--pipeline-model-parallel-layout is for pipelines"),
         ("--pipeline-model-parallel-size 4 --num-layers 1", "stage 1 of 4 has nothing to do"),
         ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|t|tL", "has 4 layers"),

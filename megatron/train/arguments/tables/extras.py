@@ -24,6 +24,16 @@ FLAGS: tuple[Flag, ...] = (
         "train/arguments/resolve.py",
     ),
     works(
+        "--pipeline-schedule",
+        str,
+        None,
+        "Order of work in a pipeline; left out: 1f1b, interleaved with several stages on a rank, zero-bubble with"
+        " --delay-wgrad-compute.",
+        "train/pipeline.py",
+        test="train/test_pipeline_arguments.py",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+    ),
+    works(
         "--optimizer-impl",
         str,
         "auto",
