@@ -53,7 +53,7 @@ FLAGS: tuple[Flag, ...] = (
         "--recompute-modules",
         str,
         None,
-        "With selective: core_attn (the default), layernorm, mlp.",
+        "With selective: core_attn (the default), layernorm, mlp, moe.",
         "models/config.py",
         test="models/test_block.py",
         nargs="+",
