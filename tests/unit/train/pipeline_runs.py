@@ -17,7 +17,7 @@ from megatron.models.init import Initializer, materialise
 from megatron.parallel.annotate import annotation_of, local_chunks
 from megatron.parallel.context.balance import split_batch
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
-from megatron.parallel.pipeline.schedules import make_schedule
+from megatron.parallel.pipeline.schedules import make_schedule, peak_in_flight
 from megatron.parallel.pipeline.stages import StageRequest, place_layers
 from megatron.train.build import wrap_model
 from megatron.train.evaluate import evaluate
@@ -73,7 +73,6 @@ class RankTrace:
     weights: dict[str, list[Piece]] = dataclasses.field(default_factory=dict)
     initial: dict[str, list[Piece]] = dataclasses.field(default_factory=dict)
     recorded_as_planned: bool = True
-    peak: int = 0
     evaluation: tuple[float, int] = (0.0, 0)
 
 
@@ -159,7 +158,7 @@ def train(rank: int, world: int, case: PipeCase) -> RankTrace:
         executor = model.runner.last_executor
         assert executor is not None
         trace.recorded_as_planned &= tuple(executor.recorded) == planned
-        trace.peak = executor.peak_in_flight
+        trace.recorded_as_planned &= executor.peak_in_flight == peak_in_flight(planned)
     trace.weights = {name: pieces(name, parameter, parameter, mesh) for name, parameter in named}
     return trace
 
