@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 
+from megatron.parallel.context import ContextParallelShape, check_context_parallel
 from megatron.parallel.pipeline.schedules import make_schedule
 from megatron.train.arguments.tables import flags_by_dest
 from megatron.train.pipeline import pipeline_plan
@@ -130,15 +131,34 @@ def _sequence(v: Namespace) -> None:
     for kind in v.cp_comm_type:
         if kind not in ("p2p", "a2a", "all_gather", "a2a+p2p"):
             raise ValueError(f"--cp-comm-type {kind}: choose p2p, a2a or all_gather")
-    if "a2a" in v.cp_comm_type and context > 1:
+    if context > 1:
+        _context(v)
+
+
+def _context(v: Namespace) -> None:
+    """What the attention of a sequence over several ranks cannot do."""
+    context, tensor, groups = v.context_parallel_size, v.tensor_model_parallel_size, v.num_query_groups
+    if "a2a" in v.cp_comm_type:
         # Ulysses exchanges sequence for heads: each context rank takes whole heads.
         by = f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} (--cp-comm-type a2a)"
         _multiple("--num-attention-heads", v.num_attention_heads, by, tensor * context)
-        groups = max(v.num_query_groups, tensor)
-        if groups % (tensor * context):
-            raise ValueError(
-                f"--num-query-groups {v.num_query_groups} is not a multiple of {by}: use --cp-comm-type p2p"
+    if v.transformer_impl == "local" or v.attention_backend == "local":
+        heads, own_groups = v.num_attention_heads // tensor, max(1, groups // tensor)
+        for kind in v.cp_comm_type:
+            check_context_parallel(
+                ContextParallelShape(v.seq_length, context, kind, heads, own_groups, v.attention_dropout)
             )
+        return
+    if "a2a" in v.cp_comm_type and max(groups, tensor) % (tensor * context):
+        raise ValueError(
+            f"--num-query-groups {groups} is not a multiple of {by}: use --cp-comm-type p2p, or "
+            "--transformer-impl local, which repeats groups"
+        )
+    if v.reset_attention_mask:
+        raise ValueError(
+            f"--reset-attention-mask with --context-parallel-size {context}: Transformer Engine cannot keep "
+            "attention inside documents; add --transformer-impl local, or drop one of them"
+        )
 
 
 def _pipeline(v: Namespace) -> None:

@@ -24,7 +24,7 @@ from megatron.train.arguments import parse_args, validate
 from megatron.train.build import wrap_model
 from megatron.train.lr_schedule import OptimizerParamScheduler, ScheduleConfig
 from megatron.train.optimizer import OptimizerConfig, build_optimizer
-from megatron.train.step import BatchSize, StepOptions, TrainState, TrainStep
+from megatron.train.step import BatchSize, StepOptions, TrainState, TrainStep, model_inputs
 
 STEPS = 5
 MICRO_BATCH, LENGTH, VOCABULARY, SEED = 2, 12, 29, 7
@@ -80,6 +80,10 @@ class Case:
             qk_layernorm=self.optimizer == "adam",
         )
 
+    def batch(self, step: int, index: int) -> dict[str, Tensor]:
+        """Microbatch `index` (m * dp + d) of a step, whole."""
+        return batch(step, index)
+
 
 @dataclass
 class Trace:
@@ -123,11 +127,11 @@ def reference(case: Case, world: int, dtype: torch.dtype) -> Trace:
     count = world * case.microbatches
     for step in range(STEPS):
         optimizer.zero_grad()
-        batches = [batch(step, index) for index in range(count)]
+        batches = [case.batch(step, index) for index in range(count)]
         total = sum(float(one["loss_mask"].sum()) for one in batches)
         loss_sum = 0.0
         for one in batches:
-            losses = model(one["tokens"], labels=one["labels"])
+            losses = model(**model_inputs(one))
             masked = (losses * one["loss_mask"].to(losses.dtype)).sum()
             loss = masked / total if case.per_token else masked / one["loss_mask"].sum() / count
             loss.backward()

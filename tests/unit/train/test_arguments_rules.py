@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,7 @@ def test_illegal_pairs(rule: Rule) -> None:
         ("--cp-comm-type ring", 1, "--cp-comm-type ring: choose p2p, a2a or all_gather"),
         ("--cp-comm-type p2p a2a", 1, "--cp-comm-type has 2 values"),
         ("--cp-comm-type a2a --context-parallel-size 16 --seq-length 64", 16, "--num-attention-heads 8"),
+        ("--context-parallel-size 2 --attention-dropout 0.1", 2, "use --attention-dropout 0"),
         ("--max-position-embeddings 16", 1, "--max-position-embeddings 16 is less than --seq-length 32"),
         ("--pipeline-model-parallel-size 7", 7, "stage 1 of 7 has nothing to do (--num-layers 4"),
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 2, "--num-layers 4"),
@@ -172,3 +174,22 @@ def test_legal_interleaving_resolves() -> None:
     assert made.virtual_pipeline_model_parallel_size == 2
     made = later("--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 --num-layers 5", 4)
     assert made.virtual_pipeline_model_parallel_size is None
+
+
+def test_what_attention_of_a_sequence_over_ranks_can_do_depends_on_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's repeats groups and keeps to documents; Transformer Engine's does neither."""
+    installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))
+    monkeypatch.setattr("megatron.train.arguments.resolve.importlib", installed)
+    words = "--context-parallel-size 2 --attention-dropout 0"
+    groups = f"{words} --cp-comm-type a2a --group-query-attention --num-query-groups 1"
+    packed = f"{words} --reset-attention-mask"
+    for both in (groups, packed):
+        assert config(f"{both} --transformer-impl local", 2).context_parallel_size == 2
+    for wrong, message in (
+        (groups, "--num-query-groups 1 is not a multiple"),
+        (packed, "--reset-attention-mask with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(f"{wrong} --transformer-impl transformer_engine", 2, device="cuda")

@@ -41,7 +41,7 @@ DENSE = {
     "recompute": "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "tensor": "--bf16 --tensor-model-parallel-size 4 --sequence-parallel --no-rope-fusion --swiglu "
     "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear --no-bias-gelu-fusion",
-    "context": "--bf16 --context-parallel-size 2 --cp-comm-type a2a --calculate-per-token-loss "
+    "context": "--bf16 --context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0 --calculate-per-token-loss "
     "--no-check-for-nan-in-loss-and-grad --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
     "rerun off": "--bf16 --rerun-mode disabled --manual-gc --manual-gc-interval 10",
 }

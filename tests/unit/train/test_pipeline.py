@@ -48,13 +48,14 @@ def assemble(held: list[dict[str, list[Piece]]], like: Tensors) -> Tensors:
     return whole
 
 
-def compare(ours: Tensors, reference: Tensors, exact: Tensors, tolerance: float) -> None:
+def compare(ours: Tensors, reference: Tensors, exact: Tensors, tolerance: float, slack: float = 2.0) -> None:
+    """Hold each tensor to the tolerance, or to `slack` times what plain fp32 itself is away from float64."""
     for name, tensor in ours.items():
         rows = equivalence.VOCABULARY if torch.isnan(tensor).any() else len(tensor)  # padding is nobody's
         assert not torch.isnan(tensor[:rows]).any(), f"no rank holds all of {name}"
         rounding = error(reference[name][:rows], exact[name][:rows])
         measured = error(tensor[:rows], reference[name][:rows])
-        assert measured < max(tolerance, 2 * rounding), f"{name}: {measured}, fp32 rounding {rounding}"
+        assert measured < max(tolerance, slack * rounding), f"{name}: {measured}, fp32 rounding {rounding}"
 
 
 def check(case: PipeCase) -> list[RankTrace]:

@@ -141,15 +141,15 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Positions start anew after an end of document.",
         "train/data/build.py",
-        test="train/data/test_build.py",
+        test="train/test_layouts.py",
     ),
     works(
         "--reset-attention-mask",
         Switch.ON,
         False,
-        "No attention across documents.",
+        "No attention across documents. Under context parallelism with torch's attention only.",
         "train/data/build.py",
-        test="parallel/context/test_attention.py",
+        test="train/test_layouts.py",
     ),
     works(
         "--mid-level-dataset-surplus",

@@ -247,7 +247,7 @@ FLAGS: tuple[Flag, ...] = (
         "--attention-dropout",
         float,
         0.1,
-        "Dropout on the attention probabilities.",
+        "Dropout on the attention probabilities; torch's attention has none under context parallelism.",
         "models/config.py",
         test="parallel/context/test_attention.py",
     ),

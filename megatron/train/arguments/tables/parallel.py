@@ -28,7 +28,7 @@ FLAGS: tuple[Flag, ...] = (
         "Split norms and dropouts over the tensor-parallel ranks along the sequence; off with"
         " a warning at tensor-parallel size 1.",
         "train/build.py",
-        test="parallel/test_sequence.py",
+        test="train/test_layouts.py",
     ),
     works(
         "--context-parallel-size",
@@ -36,7 +36,7 @@ FLAGS: tuple[Flag, ...] = (
         1,
         "Ranks that share each sequence.",
         "train/build.py",
-        test="parallel/context/test_attention.py",
+        test="train/test_layouts.py",
     ),
     works(
         "--cp-comm-type",
@@ -45,7 +45,7 @@ FLAGS: tuple[Flag, ...] = (
         "How attention crosses context-parallel ranks: p2p (ring), a2a (Ulysses) or "
         "all_gather; one for all layers, or one per layer.",
         "models/config.py",
-        test="models/test_config.py",
+        test="train/test_layouts.py",
         nargs="+",
         refused_values=(("a2a+p2p", "hierarchical context parallelism is not there; use p2p or a2a"),),
     ),
