@@ -143,6 +143,7 @@ def train_config(config: ModelConfig, layout: Layout, options: Options) -> Any:
     sizes = layout.sizes
     words = [
         *"--num-layers 2 --hidden-size 16 --num-attention-heads 4 --train-iters 5 --lr 0.05 --mock-data".split(),
+        *"--attention-dropout 0 --hidden-dropout 0".split(),
         *("--micro-batch-size", str(MICRO_BATCH), "--seq-length", str(LENGTH), "--seed", str(SEED)),
         *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", options.strategy),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY)),
