@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,12 +58,9 @@ class UnitHooks:
     def watch_gradient(self, managed: ManagedParameter) -> None:
         """Hook the accumulation of a compute parameter's gradient, once."""
         managed.on_trainable = None
-        hook = functools.partial(self._gradient_accumulated, managed)
+        # Python's cycle collector does not look into this kind of hook: strong references would keep the model alive.
+        hook = functools.partial(_gradient_accumulated, weakref.ref(self.unit), weakref.ref(managed))
         managed.compute.register_post_accumulate_grad_hook(hook)
-
-    def _gradient_accumulated(self, managed: ManagedParameter, _parameter: Tensor) -> None:
-        assert self.unit.engine is not None
-        self.unit.engine.gradient_ready(self.unit, managed)
 
     def _watch_delayed_wgrad(self) -> None:
         by_module: dict[nn.Module, list[ManagedParameter]] = {}
@@ -154,6 +152,14 @@ def _with_compute_parameters(
         return backward_dw(*args)
     finally:
         module._parameters.update(registered)
+
+
+def _gradient_accumulated(
+    unit: weakref.ref[Unit], managed: weakref.ref[ManagedParameter], _parameter: Tensor
+) -> None:
+    owner, parameter = unit(), managed()
+    assert owner is not None and owner.engine is not None and parameter is not None
+    owner.engine.gradient_ready(owner, parameter)
 
 
 def tensors_of(value: Any) -> list[Tensor]:

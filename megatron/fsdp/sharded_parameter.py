@@ -10,7 +10,8 @@ layout, by `attach`, to the parameter, to its `.grad` and to what `state_dict()`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,11 +130,13 @@ def make_parameter(
 def attach(tensor: Any, info: ShardInfo) -> Any:
     """Give `tensor` (a DTensor with the layout of `info`) the methods of Note [Uneven shards]; returns it."""
     local = tensor._local_tensor
-    local.__create_chunk_list__ = lambda: _chunk_list(info)
-    local.__create_write_items__ = lambda fqn, _object: _write_items(fqn, info, local)
-    local.__get_tensor_shard__ = lambda index: _tensor_shard(index, info, local)
-    tensor.full_tensor = _full_tensor_of(tensor, info)
-    tensor.redistribute = _redistribute_of(tensor, info)
+    # Weak references: a tensor whose attributes refer to it would only go with Python's cycle collector.
+    weak, weak_local = weakref.ref(tensor), weakref.ref(local)
+    local.__create_chunk_list__ = functools.partial(_chunk_list, info)
+    local.__create_write_items__ = functools.partial(_write_items, info, weak_local)
+    local.__get_tensor_shard__ = functools.partial(_tensor_shard, info, weak_local)
+    tensor.full_tensor = functools.partial(_full_tensor, weak, info)
+    tensor.redistribute = functools.partial(_redistribute, weak, info)
     tensor.shard_info = info
     return tensor
 
@@ -157,25 +160,25 @@ def gather_full(local: Tensor, info: ShardInfo) -> Tensor:
     return full
 
 
-def _full_tensor_of(tensor: Any, info: ShardInfo) -> Callable[..., Tensor]:
-    def full_tensor(*, grad_placements: object = None) -> Tensor:
-        with torch.no_grad():
-            return gather_full(tensor._local_tensor, info)
-
-    return full_tensor
+def _full_tensor(weak: weakref.ref[Any], info: ShardInfo, *, grad_placements: object = None) -> Tensor:
+    with torch.no_grad():
+        return gather_full(weak()._local_tensor, info)  # type: ignore[union-attr]
 
 
-def _redistribute_of(tensor: Any, info: ShardInfo) -> Callable[..., Any]:
-    def redistribute(device_mesh: Any = None, placements: Any = None, **_options: object) -> Any:
-        if placements is not None and all(placement.is_replicate() for placement in placements):
-            full = _full_tensor_of(tensor, info)()
-            return DTensor.from_local(full, tensor.device_mesh, list(placements), run_check=False)
-        raise NotImplementedError(
-            f"redistribute() of {info.name}: its shards are cut at rows of a flat buffer and not in even chunks; "
-            f"use full_tensor() and distribute that"
-        )
-
-    return redistribute
+def _redistribute(
+    weak: weakref.ref[Any],
+    info: ShardInfo,
+    device_mesh: Any = None,
+    placements: Any = None,
+    **_options: object,
+) -> Any:
+    if placements is not None and all(placement.is_replicate() for placement in placements):
+        mesh = weak().device_mesh  # type: ignore[union-attr]
+        return DTensor.from_local(_full_tensor(weak, info), mesh, list(placements), run_check=False)
+    raise NotImplementedError(
+        f"redistribute() of {info.name}: its shards are cut at rows of a flat buffer and not in even chunks; "
+        f"use full_tensor() and distribute that"
+    )
 
 
 def _chunk_list(info: ShardInfo) -> list[Any]:
@@ -187,11 +190,13 @@ def _chunk_list(info: ShardInfo) -> list[Any]:
     ]
 
 
-def _write_items(fqn: str, info: ShardInfo, local: Tensor) -> list[Any]:
+def _write_items(info: ShardInfo, weak: weakref.ref[Tensor], fqn: str, _object: object) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     items = []
+    local = weak()
+    assert local is not None
     for chunk in info.chunks():
         offsets = torch.Size(chunk.global_offsets)
         items.append(
@@ -208,7 +213,9 @@ def _write_items(fqn: str, info: ShardInfo, local: Tensor) -> list[Any]:
     return items
 
 
-def _tensor_shard(index: Any, info: ShardInfo, local: Tensor) -> Tensor:
+def _tensor_shard(info: ShardInfo, weak: weakref.ref[Tensor], index: Any) -> Tensor:
+    local = weak()
+    assert local is not None
     for chunk in info.chunks():
         if index.offset is None or tuple(index.offset) == chunk.global_offsets:
             part = local

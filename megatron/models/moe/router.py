@@ -140,8 +140,9 @@ class TopKRouter(nn.Module):
         before = self.expert_bias
         result = super()._apply(fn, recurse)
         after = self.expert_bias
-        kept = before is not None and after is not None and not before.is_meta and not after.is_meta
-        if kept and after.dtype != torch.float32:
+        if before is None or after is None or before.is_meta or after.is_meta:
+            return result
+        if after.dtype != torch.float32:
             self.expert_bias = before.to(after.device)
         return result
 

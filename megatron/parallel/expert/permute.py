@@ -118,7 +118,11 @@ class _Permute(torch.autograd.Function):
         entries = grad.new_zeros(ctx.num_tokens * ctx.topk, grad.shape[1])
         entries.index_copy_(0, ctx.order, grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
-        return entries.view(ctx.num_tokens, ctx.topk, grad.shape[1]).sum(1, dtype=wide).to(grad.dtype), None, None
+        return (
+            entries.view(ctx.num_tokens, ctx.topk, grad.shape[1]).sum(1, dtype=wide).to(grad.dtype),
+            None,
+            None,
+        )
 
 
 def slots(routing: Routing) -> Tensor:

@@ -56,11 +56,12 @@ def _without_compiler() -> Iterator[None]:
     """Make torch.compile a no-op: megatron-core decorates functions that datasets never call, and the first
     use of torch.compile imports the whole compiler (4 s of CPU time on every rank).
     """
-    compile_, torch.compile = torch.compile, lambda model=None, **_: model or (lambda function: function)
+    compile_ = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.compile = compile_
+        torch.compile = compile_  # type: ignore[assignment]
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -205,3 +207,30 @@ def test_meta_needs_initialize():
 def test_unit_of_is_none_for_plain_modules():
     """Wrapping marks modules; others are left alone."""
     assert unit_of(nn.Linear(2, 2)) is None
+
+
+def wrap_and_drop(rank, world_size, strategy):
+    """Whether anything of a model that trained a step is still alive after it was dropped."""
+    model = wrap(build("fused", True), world_size, strategy=ShardingStrategy(strategy))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train_steps(model, optim, rank, 1)
+    group = model.groups[0]
+    watched = [
+        model,
+        group,
+        group.comms,
+        model.engine,
+        group.parameters[0].compute,
+        group.parameters[0].sharded,
+    ]
+    alive = [weakref.ref(item) for item in watched]
+    del model, optim, group, watched
+    for _ in range(3):
+        gc.collect()
+    return [type(item()).__name__ for item in alive if item() is not None]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_dropped_model_is_freed(strategy):
+    """Nothing keeps a wrapped model, its buffers and its communicators once the user let go of them (K15)."""
+    assert run_ranks(wrap_and_drop, 2, strategy) == [[], []]
