@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.parallel import collectives
 from megatron.parallel.context import ring
 from megatron.parallel.context.attention import context_parallel_attention
 from megatron.parallel.context.balance import split
@@ -16,7 +17,11 @@ from megatron.parallel.context.local import CpuFlashKernel
 from tests.pool import run_ranks
 
 SEQ, BATCH, HEADS, DIM = 32, 1, 4, 8
-COLLECTIVES = ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor")
+COLLECTIVES = (
+    (dist, "batch_isend_irecv"),
+    (dist, "all_to_all_single"),
+    (collectives, "_all_gather_single"),  # torch's function, under the name that this version has
+)
 
 
 class Recorder:
@@ -24,8 +29,8 @@ class Recorder:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []
-        for name in COLLECTIVES:
-            patch.setattr(dist, name, self._wrap(name, getattr(dist, name)))
+        for owner, name in COLLECTIVES:
+            patch.setattr(owner, name, self._wrap(name, getattr(owner, name)))
 
     def _wrap(self, name: str, function: Any) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:
