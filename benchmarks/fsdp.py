@@ -1,8 +1,8 @@
 """Compare FSDP's strategies with torch's FSDP2, DDP, ZeRO-1 and no communication at all, on local ranks.
 
-    python benchmarks/fsdp.py                          2 ranks, fp32, all variants
-    python benchmarks/fsdp.py --dtype bf16 --rounds 5
-    python benchmarks/fsdp.py --ranks 4 --variants "torch FSDP2" "ours ZeRO-3"
+    python -m benchmarks.fsdp                          2 ranks, fp32, all variants
+    python -m benchmarks.fsdp --dtype bf16 --rounds 5
+    python -m benchmarks.fsdp --ranks 4 --variants "torch FSDP2" "ours ZeRO-3"
 
 Every variant has its own processes, which stay up; rounds alternate between variants, so that a machine that gets
 slower slows all of them. Ratios are of medians within one run. Memory: peak RSS of a rank, and the peak of live

@@ -9,13 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.grouping import DataParallelPlacement, GroupBuilder, GroupingOptions
 from megatron.fsdp.hooks import UnitHooks, wrap_method
 from megatron.fsdp.module import HOOKS_ATTRIBUTE, FSDPModule, fsdp_class, units_below
-from megatron.fsdp.optimizer import managed_of
-from megatron.fsdp.param_group import reattach
 from megatron.fsdp.precision import GroupPrecision, MixedPrecisionPolicy
 from megatron.fsdp.root import (
     SourceCollector,
@@ -24,6 +21,7 @@ from megatron.fsdp.root import (
     make_unit,
     move_buffers,
     own_modules,
+    reattach_state,
     unit_of,
 )
 from megatron.fsdp.schedule import Engine
@@ -87,11 +85,7 @@ def _reattach_state(module: nn.Module, state: dict[str, Any], prefix: str, _meta
     """Give the tensors that `state_dict()` made of a unit's parameters the parameters' methods."""
     unit = unit_of(module)
     assert unit is not None
-    mine = {id(managed) for group in unit.used_groups for managed in group.parameters}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        managed = managed_of(parameter)
-        if managed is not None and id(managed) in mine and isinstance(state.get(prefix + name), DTensor):
-            reattach(state[prefix + name], managed)
+    reattach_state(module, state, prefix, unit.used_groups)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -173,8 +173,3 @@ def _dtensor_mesh(placement: DataParallelPlacement, outer_sharded: bool) -> Devi
         "outer strategy optim needs shard_mesh and outer_mesh to be slices of one 2-D DeviceMesh (outer, shard), for "
         "example mesh['dp_outer'] and mesh['fsdp']"
     )
-
-
-def padding_report(groups: Sequence[ParamGroup]) -> tuple[int, int]:
-    """Return (padding elements, elements in all) of the groups' layouts."""
-    return sum(g.layout.padding_numel for g in groups), sum(g.layout.numel for g in groups)

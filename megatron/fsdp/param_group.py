@@ -322,8 +322,3 @@ class ParamGroup:
     def requires_grad(self) -> bool:
         """Whether any parameter asks for a gradient."""
         return any(managed.requires_grad for managed in self.parameters)
-
-
-def reattach(parameter_like: Tensor, managed: ManagedParameter) -> Tensor:
-    """Give a DTensor made from a sharded parameter (as `state_dict()` does) the parameter's methods."""
-    return attach(parameter_like, managed.info)

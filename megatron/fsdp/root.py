@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.collectives import Communicator
 from megatron.fsdp.grouping import GroupBuilder
 from megatron.fsdp.optimizer import managed_of, watch_optimizers
 from megatron.fsdp.param_group import ManagedParameter, ParameterSource, ParamGroup
 from megatron.fsdp.schedule import Engine
+from megatron.fsdp.sharded_parameter import attach
 from megatron.fsdp.unit import Unit
 
 UNIT_ATTRIBUTE = "_fsdp_unit"
@@ -100,6 +103,17 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 )
             if buffer is not None and buffer.device != device:
                 child._buffers[key] = buffer.to(device)
+
+
+def reattach_state(
+    module: nn.Module, state: dict[str, Any], prefix: str, groups: Sequence[ParamGroup]
+) -> None:
+    """Give the tensors that `state_dict()` made of the groups' parameters the parameters' own methods."""
+    mine = {id(managed) for group in groups for managed in group.parameters}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        managed = managed_of(parameter)
+        if managed is not None and id(managed) in mine and isinstance(state.get(prefix + name), DTensor):
+            attach(state[prefix + name], managed.info)
 
 
 def check_ties(root: nn.Module, units: Sequence[Unit]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.fsdp.grouping import DataParallelPlacement, GroupBuilder, GroupingOptions, Locate, PlacementFor
 from megatron.fsdp.hooks import UnitHooks
-from megatron.fsdp.param_group import Initialize, ParameterSource, ParamGroup, reattach
+from megatron.fsdp.param_group import Initialize, ParameterSource, ParamGroup
 from megatron.fsdp.precision import GroupPrecision, MixedPrecisionPolicy
 from megatron.fsdp.root import (
     SourceCollector,
@@ -22,6 +22,7 @@ from megatron.fsdp.root import (
     make_unit,
     move_buffers,
     own_modules,
+    reattach_state,
     unit_of,
 )
 from megatron.fsdp.schedule import Engine
@@ -249,19 +250,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state: sharded parameters (DTensors that know their offsets) and buffers."""
         state = self.module.state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        by_site = {
-            (id(module), attribute): managed
-            for group in self.groups
-            for managed in group.parameters
-            for module, attribute in managed.sites
-        }
-        for name, module in self.module.named_modules():
-            for attribute in module._parameters:
-                key = prefix + (f"{name}.{attribute}" if name else attribute)
-                managed = by_site.get((id(module), attribute))
-                if managed is not None and key in state:
-                    reattach(state[key], managed)
+        reattach_state(self.module, state, kwargs.get("prefix", ""), self.groups)
         return state
 
     def load_state_dict(

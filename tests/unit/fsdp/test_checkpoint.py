@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron.fsdp import ShardingStrategy
+from megatron.fsdp import ShardingStrategy, fully_shard
 from megatron.fsdp.checkpoint import allocate_optimizer_state, mark_loaded, model_state, optimizer_state
 from tests.pool import run_ranks
 from tests.unit.fsdp.models import loss_of, tokens_for
@@ -93,3 +93,26 @@ def test_empty_optimizer_state(tmp_path: Path):
     for (_, states), (_, states_after) in run_ranks(load, 2, "optim_grads_params", folder):
         assert states == {}
         assert all(value.item() == 1 for key, value in states_after.items() if key.endswith(".step"))
+
+
+def state_offsets(rank, world_size, front_end):
+    """Rows that `state_dict()` says are here, and whether its tensors can be made whole."""
+    model = build("plain", False)
+    wrapped = wrap(model, world_size) if front_end == "wrapper" else fully_shard(model)
+    state = wrapped.state_dict()
+    whole = {name: torch.equal(value.full_tensor(), dict(wrapped.named_parameters())[name].full_tensor())
+             for name, value in state.items()}  # fmt: skip
+    chunk = state["head.weight"].__create_chunk_list__()
+    return whole, [(tuple(c.offsets), tuple(c.sizes)) for c in chunk]
+
+
+@pytest.mark.parametrize("front_end", ["wrapper", "fully_shard"])
+def test_state_dict_knows_its_rows(front_end):
+    """13 uneven rows of the head over two ranks: each row once, and `full_tensor()` works on what state_dict() made."""
+    results = run_ranks(state_offsets, 2, front_end)
+    assert all(all(whole.values()) and len(whole) > 10 for whole, _ in results)
+    chunks = [chunk for _, found in results for chunk in found]
+    assert sum(sizes[0] for _, sizes in chunks) == 13
+    assert {row for offsets, sizes in chunks for row in range(offsets[0], offsets[0] + sizes[0])} == set(
+        range(13)
+    )
