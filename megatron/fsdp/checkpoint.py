@@ -3,12 +3,18 @@
 Tensors are keyed by global name and carry their offsets in the global tensor (sharded_parameter.py), from the layout's
 arithmetic: no rank asks another what it holds. Optimizer state is exported as the parameter's layout says, whatever the
 optimizer: a state tensor of the parameter's shape is sharded as it, any other is replicated.
+
+Note [Step counts]
+torch's optimizers keep a `step` tensor for each parameter. Others (Transformer Engine's and apex's Adam) keep one
+number in the parameter group, `group["step"]`, and state of this rank's part as plain tensors. A checkpoint always has
+the first form, so that a run may go on with another implementation: on export the group's number is given for each of
+its parameters, after a load it goes back into the group. What an optimizer of unknown make counts is the larger one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.optimizer import managed_of
 from megatron.fsdp.param_group import ManagedParameter
-from megatron.fsdp.sharded_parameter import attach
+from megatron.fsdp.sharded_parameter import attach, make_dtensor
 
+STEP = "step"
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
@@ -58,12 +65,17 @@ def mark_loaded(model: nn.Module) -> None:
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return {global name: {key: value}} of an optimizer over sharded parameters.
 
-    Tensors of the parameter's shape are sharded with its layout, others are what they are.
+    Tensors of the parameter's shape, or of this rank's part of it, are sharded with its layout, others are what they
+    are. A step count that the optimizer keeps once in a group is given for each parameter (Note [Step counts]).
     """
     state: dict[str, dict[str, Any]] = {}
-    for managed in _managed_of(optimizer):
+    for group, managed in _managed_of(optimizer):
         values = optimizer.state.get(managed.sharded, {})
-        state[managed.info.location.name] = {key: _export(value, managed) for key, value in values.items()}
+        exported = {key: _export(value, managed) for key, value in values.items()}
+        in_group = 0 if _counts_by_parameter(optimizer) else int(group.get(STEP, 0))
+        if in_group > int(values.get(STEP, 0)):
+            exported[STEP] = torch.tensor(float(in_group))
+        state[managed.info.location.name] = exported
     return state
 
 
@@ -81,17 +93,51 @@ def allocate_optimizer_state(optimizer: torch.optim.Optimizer, shapes: StateShap
             name, _, key = path[len(prefix) :].rpartition(".")
             by_name.setdefault(name, {})[key] = described
     optimizer.state.clear()
-    for managed in _managed_of(optimizer):
+    for group, managed in _managed_of(optimizer):
+        if STEP in group:
+            group[STEP] = 0
         for key, (size, dtype) in by_name.get(managed.info.location.name, {}).items():
-            parameter = managed.sharded
-            if tuple(size) == managed.info.location.global_shape and (size or managed.info.shape == ()):
-                value: Tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                value = torch.zeros(size, dtype=dtype)
-            optimizer.state[parameter][key] = value
+            optimizer.state[managed.sharded][key] = _zeros(
+                managed, _Entry(key, size, dtype), group, local=not _counts_by_parameter(optimizer)
+            )
 
 
-def _managed_of(optimizer: torch.optim.Optimizer) -> list[ManagedParameter]:
+def finish_optimizer_load(optimizer: torch.optim.Optimizer) -> None:
+    """After loading into `optimizer_state`: put step counts where the optimizer looks for them (Note [Step counts])."""
+    if _counts_by_parameter(optimizer):
+        return
+    for group, managed in _managed_of(optimizer):
+        if STEP in optimizer.state.get(managed.sharded, {}):
+            group[STEP] = int(optimizer.state[managed.sharded][STEP])
+
+
+class _Entry(NamedTuple):
+    """A tensor of optimizer state in a checkpoint."""
+
+    key: str
+    size: torch.Size
+    dtype: torch.dtype
+
+
+def _zeros(managed: ManagedParameter, entry: _Entry, group: Mapping[str, Any], *, local: bool) -> Tensor:
+    parameter = managed.sharded
+    if entry.key != STEP and tuple(entry.size) == managed.info.location.global_shape:
+        like = parameter.to_local() if local and isinstance(parameter, DTensor) else parameter
+        return torch.zeros_like(like, dtype=entry.dtype, requires_grad=False)
+    # torch keeps a step count on the host unless the kernel reads it.
+    on_device = entry.key != STEP or group.get("fused") or group.get("capturable")
+    return torch.zeros(entry.size, dtype=entry.dtype, device=parameter.device if on_device else "cpu")
+
+
+def _counts_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's own, or derived from one (Note [Step counts])."""
+    classes = type(optimizer).__mro__
+    own = classes[: classes.index(torch.optim.Optimizer)]
+    return any(one.__module__.startswith("torch.optim") for one in own)
+
+
+def _managed_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], ManagedParameter]]:
+    """(its group, record) of every parameter."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -101,11 +147,15 @@ def _managed_of(optimizer: torch.optim.Optimizer) -> list[ManagedParameter]:
                     "the optimizer holds a parameter that FSDP does not manage; make it over the wrapped model's "
                     "parameters, or call megatron.fsdp.bind_optimizer(optimizer, model)"
                 )
-            found.append(managed)
+            found.append((group, managed))
     return found
 
 
 def _export(value: Any, managed: ManagedParameter) -> Any:
     if isinstance(value, DTensor) and tuple(value.shape) == managed.info.shape:
         return attach(value, managed.info)
+    parameter = managed.sharded
+    plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if plain and value.dim() and tuple(value.shape) == managed.info.local_shape():
+        return make_dtensor(value, managed.info, parameter.device_mesh, parameter.placements)
     return value

@@ -123,6 +123,12 @@ class ParallelMesh:
         rows = [group_ranks(self.sizes, start, inner) for start in starts]
         return DeviceMesh.from_group(groups, self.device_type, mesh=torch.tensor(rows), mesh_dim_names=axes)
 
+    def world_on_cpu(self) -> ProcessGroup | None:
+        """A new group of all ranks for work on the CPU beside training (saving); None for one rank. Every rank must
+        ask, at the same point of the program.
+        """
+        return None if self.sizes.world == 1 else dist.new_group(backend="gloo")
+
     def _group(self, axis: str) -> ProcessGroup:
         self._make_all(axis)
         return self._groups[self._key(axis)]

@@ -19,7 +19,7 @@ from megatron.train.evaluate import EvaluationResult, evaluate
 from megatron.train.grad_norm import parameter_norm
 from megatron.train.metrics import Reporter
 from megatron.train.profiler import Profiler
-from megatron.train.resume import load_run, save_run
+from megatron.train.resume import RunSaver, load_run
 from megatron.train.signals import Deadline, SignalCatcher
 from megatron.train.step import Batch, BatchSize, StepResult, TrainStep
 
@@ -38,6 +38,7 @@ def train(run: Run, reporter: Reporter) -> Progress:
         try:
             return loop.run_all()
         finally:
+            loop.wait_for_save()
             run.data.close()
             reporter.close()
 
@@ -61,6 +62,7 @@ class _Loop:
         self.deadline = Deadline(run.config.exit_duration_in_mins)
         self.batch_schedule = batch_schedule(run.config)
         self.step = TrainStep(run.state, run.mesh, step_options(run.config), device=run.device)
+        self.saver = RunSaver(run) if run.config.save else None
         self.progress = Progress()
         self.saved_iteration: int | None = None
         self.evaluated_iteration: int | None = None
@@ -75,10 +77,17 @@ class _Loop:
             reason = self._train()
             self._save_unless_saved()
             if reason is not None:
+                self._finish_saving()
                 self.reporter.message(f"stopping after iteration {self.progress.iteration}: {reason}")
                 return self.progress
         self._evaluate_all()
+        self._finish_saving()
         return self.progress
+
+    def wait_for_save(self) -> None:
+        """A checkpoint that is being written is completed even if the run ends badly."""
+        if self.saver is not None:
+            self.saver.wait()
 
     def _train(self) -> str | None:
         """Steps until the end; returns why it ended early, or None."""
@@ -110,7 +119,8 @@ class _Loop:
             for _ in range(size.num_microbatches):
                 next(batches)
         else:
-            stop = self.catcher.received or self.deadline.passed
+            failed = self.saver is not None and self.saver.failed
+            stop = self.catcher.received or self.deadline.passed or failed
             result = self.step(batches, size, stop_requested=stop)
             self.reporter.record(result)
         self.progress = replace(
@@ -132,8 +142,11 @@ class _Loop:
             torch.cuda.empty_cache()
         if _is_multiple(iteration, config.eval_interval) and iteration >= (config.start_eval_at_iter or 0):
             self._evaluate_validation()
+        self._tell_saved()
         if config.save and _is_multiple(iteration, config.save_interval):
             self._save()
+        elif config.save and _is_multiple(iteration, config.non_persistent_save_interval):
+            self._save(persistent=False)
         if result is not None and result.stop_requested:
             return "a signal or --exit-duration-in-mins asked for it"
         if _is_multiple(iteration, config.exit_interval):
@@ -154,19 +167,29 @@ class _Loop:
         )
 
     def _save_unless_saved(self) -> None:
-        if self.config.save and self.saved_iteration != self.progress.iteration:
+        if self.saver is not None and self.saved_iteration != self.progress.iteration:
             self._save()
 
-    def _save(self) -> None:
+    def _save(self, *, persistent: bool = True) -> None:
+        assert self.saver is not None
         self.reporter.pause_timer()
         valid = self.run.data.valid
         self.progress = replace(
             self.progress, consumed_valid_samples=valid[0].consumed_samples if valid else 0
         )
-        directory = save_run(self.run, self.progress)
-        self.saved_iteration = self.progress.iteration
-        self.reporter.message(f"saved the checkpoint of iteration {self.progress.iteration} to {directory}")
+        self._finish_saving()
+        self.reporter.message(self.saver.save(self.progress, persistent=persistent))
+        if persistent:
+            self.saved_iteration = self.progress.iteration
         self.reporter.start_timer()
+
+    def _tell_saved(self) -> None:
+        for line in [] if self.saver is None else self.saver.news():
+            self.reporter.message(line)
+
+    def _finish_saving(self) -> None:
+        for line in [] if self.saver is None else self.saver.finish():
+            self.reporter.message(line)
 
     def _evaluate_validation(self) -> None:
         self.reporter.pause_timer()

@@ -43,6 +43,7 @@ _RANGES: dict[str, tuple[float, float | None, bool]] = {
     "eval_interval": (1, None, True),
     "save_interval": (1, None, True),
     "save_retain_interval": (1, None, True),
+    "non_persistent_save_interval": (1, None, True),
     "exit_interval": (1, None, True),
     "log_interval": (1, None, True),
     "tensorboard_log_interval": (1, None, True),

@@ -37,13 +37,41 @@ FLAGS: tuple[Flag, ...] = (
         "train/resume.py",
         test="train/test_arguments_rules.py",
     ),
-    works("--no-save-optim", Switch.ON, None, "Without optimizer state.", "train/resume.py"),
-    works("--no-save-rng", Switch.ON, None, "Without random states.", "train/resume.py"),
+    works(
+        "--no-save-optim",
+        Switch.ON,
+        None,
+        "Without optimizer state.",
+        "train/resume.py",
+        test="train/test_resume.py",
+    ),
+    works(
+        "--no-save-rng",
+        Switch.ON,
+        None,
+        "Without random states.",
+        "train/resume.py",
+        test="train/test_resume.py",
+    ),
     works(
         "--load", str, None, "Folder to resume from.", "train/resume.py", test="tools/test_generate_text.py"
     ),
-    works("--no-load-optim", Switch.ON, None, "Without optimizer state.", "train/resume.py"),
-    works("--no-load-rng", Switch.ON, None, "Without random states.", "train/resume.py"),
+    works(
+        "--no-load-optim",
+        Switch.ON,
+        None,
+        "Without optimizer state.",
+        "train/resume.py",
+        test="train/test_resume.py",
+    ),
+    works(
+        "--no-load-rng",
+        Switch.ON,
+        None,
+        "Without random states.",
+        "train/resume.py",
+        test="train/test_resume.py",
+    ),
     works(
         "--exit-on-missing-checkpoint",
         Switch.ON,
@@ -73,11 +101,13 @@ FLAGS: tuple[Flag, ...] = (
         refused_values=(("torch", "one file per rank cannot be resharded; use torch_dist or torch_dcp"),),
     ),
     no_op("--auto-detect-ckpt-format", Switch.ON, False, "there is one format"),
-    no_op(
+    works(
         "--async-save",
         Switch.ON,
         False,
-        "a checkpoint is written before the next step starts, with the same content",
+        "Copy what is saved to host memory and write it while training goes on.",
+        "train/resume.py",
+        test="train/test_resume.py",
     ),
     no_op("--use-persistent-ckpt-worker", Switch.ON, False, WRITER),
     no_op(
@@ -97,7 +127,7 @@ FLAGS: tuple[Flag, ...] = (
         "--ckpt-assume-constant-structure",
         Switch.ON,
         False,
-        "plans of a save are arithmetic and cost nothing to make again",
+        "a save takes over the plans of the last one where no rank's keys, shapes and dtypes differ, and never else",
     ),
     no_op(
         "--ckpt-fully-parallel-save",
@@ -151,11 +181,14 @@ FLAGS: tuple[Flag, ...] = (
         aliases=("--disable-ckpt-load-validate-sharding-integrity",),
         dest="ckpt_load_validate_sharding_integrity",
     ),
-    no_op(
+    works(
         "--dist-ckpt-strictness",
         str,
         "assume_ok_unexpected",
-        "missing and unexpected keys are always an error that names them",
+        "Keys that only the run or only the checkpoint has: an error, a line in the log, or nothing "
+        "(docs/concepts/checkpoints.md).",
+        "train/resume.py",
+        test="train/checkpoint/test_load.py",
         choices=(
             "assume_ok_unexpected",
             "log_unexpected",
@@ -181,12 +214,17 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "optimizer state always loads in every layout",
     ),
-    not_yet("--verify-integrity", Switch.ON, False, "checksums of checkpoints are not there"),
+    no_op(
+        "--verify-integrity",
+        Switch.ON,
+        False,
+        "every file is always compared with its checksum before it is loaded",
+    ),
     refused(
         "--no-strict-fsdp-dtensor-load",
         Switch.OFF,
         True,
-        "missing and unexpected keys are always an error that names them",
+        "use --dist-ckpt-strictness",
         aliases=("--disable-strict-fsdp-dtensor-load",),
         dest="strict_fsdp_dtensor_load",
     ),
@@ -204,36 +242,49 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "a checkpoint loads in every layout; give the layout of this run",
     ),
-    not_yet("--load-main-params-from-ckpt", Switch.ON, False, "main parameters are what checkpoints hold"),
-    not_yet(
+    no_op("--load-main-params-from-ckpt", Switch.ON, False, "main parameters are what checkpoints hold"),
+    works(
         "--non-persistent-save-interval",
         int,
         None,
-        "checkpoints that are replaced by the next are not there; use --save-retain-interval",
+        "Steps between checkpoints that the next of their kind replaces; a resume takes the newest of both kinds.",
+        "train/loop.py",
+        test="train/test_resume.py",
     ),
-    not_yet(
+    no_op(
         "--non-persistent-ckpt-type",
         str,
         None,
-        "see --non-persistent-save-interval",
+        "--non-persistent-save-interval writes global ones, checkpoints as every other",
         choices=(
             "global",
             "local",
             "in_memory",
         ),
+        refused_values=(
+            ("local", "copies on other nodes need nvidia-resiliency-ext; use global"),
+            ("in_memory", "copies on other nodes need nvidia-resiliency-ext; use global"),
+        ),
     ),
-    not_yet("--non-persistent-global-ckpt-dir", str, None, "see --non-persistent-save-interval"),
-    not_yet(
+    works(
+        "--non-persistent-global-ckpt-dir",
+        str,
+        None,
+        "Where --non-persistent-save-interval writes; default: non_persistent in --save and --load.",
+        "train/resume.py",
+        test="train/test_resume.py",
+    ),
+    refused(
         "--non-persistent-local-ckpt-algo",
         str,
         "fully_parallel",
-        "see --non-persistent-save-interval",
+        NO_REPLICATION,
         choices=(
             "fully_parallel",
             "atomic",
         ),
     ),
-    not_yet("--non-persistent-local-ckpt-dir", str, None, "see --non-persistent-save-interval"),
+    refused("--non-persistent-local-ckpt-dir", str, None, NO_REPLICATION),
     refused("--replication", Switch.ON, False, NO_REPLICATION),
     refused("--replication-factor", int, 2, NO_REPLICATION),
     refused("--replication-jump", int, None, NO_REPLICATION),
