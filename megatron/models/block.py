@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,12 @@ class LayerContext:
         """How this layer's attention communicates over the context axis."""
         types = self.config.cp_comm_type
         return types[0] if len(types) == 1 else types[min(self.layer_number, self.config.num_layers) - 1]
+
+    def linear_after_norm(self, in_features: int, out_features: int, **options: Any) -> nn.Module:
+        """A linear layer that the input's norm is fused with; without it where the norm stands alone."""
+        if self.config.variants.residual_post_layernorm:
+            return self.backend.Linear(in_features, out_features, **options)
+        return self.backend.LayerNormLinear(in_features, out_features, **self.config.norm_options, **options)
 
     def norm(self) -> nn.Module:
         """A norm over hidden states that stands alone."""
@@ -137,7 +143,8 @@ class Block(nn.Module):
     """One transformer layer: x = x + attention(x), then x = x + mlp(x), on hidden states [s, b, hidden].
 
     The residual stream keeps the dtype of its input (fp32 with ``--fp32-residual-connection``); the parts
-    compute in the dtype of their weights.
+    compute in the dtype of their weights. With ``--apply-residual-connection-post-layernorm`` it goes on from the
+    norms' outputs.
     """
 
     def __init__(self, spec: BlockSpec, context: LayerContext) -> None:
@@ -145,6 +152,7 @@ class Block(nn.Module):
         config, backend = context.config, context.backend
         self.layer_number = context.layer_number
         self._fp32_residual = config.fp32_residual_connection
+        self._from_norm = config.variants.residual_post_layernorm
         self.input_layernorm = spec.input_layernorm(context) if spec.input_layernorm else None
         self.self_attention = spec.attention(context)
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context) if spec.pre_mlp_layernorm else None
@@ -160,12 +168,14 @@ class Block(nn.Module):
         x = self._compute_input(hidden)
         if self.input_layernorm is not None:
             x = self.input_layernorm(x)
-        hidden = hidden + self.hidden_dropout(self.self_attention(x, inputs))
+        residual = x.to(hidden.dtype) if self._from_norm else hidden
+        hidden = residual + self.hidden_dropout(self.self_attention(x, inputs))
         x = self._compute_input(hidden)
         if self.pre_mlp_layernorm is not None:
             x = self.pre_mlp_layernorm(x)
         y = self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)
-        return hidden + self.hidden_dropout(y)
+        residual = x.to(hidden.dtype) if self._from_norm else hidden
+        return residual + self.hidden_dropout(y)
 
     def _compute_input(self, hidden: Tensor) -> Tensor:
         if not self._fp32_residual:

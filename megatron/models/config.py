@@ -11,11 +11,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.models.deepseek import MLAConfig, MTPConfig, YarnConfig, yarn_from_arguments
+from megatron.models.deepseek import MLAConfig, MTPConfig
 from megatron.models.init import InitSpec
 from megatron.models.moe.config import MoEConfig
+from megatron.models.rotary import RotaryConfig, positive, rotary_from_arguments
+from megatron.models.variants import Variants
 
-ACTIVATIONS = ("gelu", "silu", "squared_relu", "quick_gelu", "relu")
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu", "relu")
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
@@ -62,42 +64,6 @@ class RecomputeConfig:
     def selects(self, module: str) -> bool:
         """Whether selective recompute covers `module`."""
         return self.granularity == "selective" and module in self.modules
-
-
-@dataclass(frozen=True)
-class RotaryConfig:
-    """Rotary positions (https://arxiv.org/abs/2104.09864).
-
-    Attributes:
-        base: the longest wavelength is about 2 pi times this many positions.
-        percent: the part of each head that turns.
-        interleaved: pairs of channels are (0, 1), (2, 3).. rather than (0, d/2), (1, d/2 + 1)..
-        seq_len_interpolation_factor: positions are divided by it (https://arxiv.org/abs/2306.15595).
-        scaling_factor: of Llama 3.1's frequency scaling; None: off.
-        original_max_position: the length before that scaling.
-        yarn: YaRN's stretching instead.
-    """
-
-    base: float = 10000.0
-    percent: float = 1.0
-    interleaved: bool = False
-    seq_len_interpolation_factor: float | None = None
-    scaling_factor: float | None = None
-    original_max_position: int = 8192
-    yarn: YarnConfig | None = None
-
-    def __post_init__(self) -> None:
-        _positive("--rotary-base", self.base)
-        if not 0.0 < self.percent <= 1.0:
-            raise ValueError(f"--rotary-percent {self.percent}: give a number in (0, 1]")
-        if self.seq_len_interpolation_factor is not None:
-            _positive("--rotary-seq-len-interpolation-factor", self.seq_len_interpolation_factor)
-        if self.scaling_factor is not None:
-            _positive("--rope-scaling-factor", self.scaling_factor)
-            if self.yarn is not None:
-                raise ValueError(
-                    "--use-rope-scaling with YaRN (--rope-type yarn, latent attention's default): drop it"
-                )
 
 
 @dataclass(frozen=True)
@@ -152,6 +118,7 @@ class ModelConfig:
     init_method_xavier_uniform: bool = False
     cp_comm_type: tuple[str, ...] = ("p2p",)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    variants: Variants = field(default_factory=Variants)
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     mtp: MTPConfig | None = None
@@ -164,10 +131,10 @@ class ModelConfig:
             "vocab_size",
             "max_position_embeddings",
         ):
-            _positive(_flag(name), getattr(self, name))
+            positive(_flag(name), getattr(self, name))
         self._derive()
         for name in ("ffn_hidden_size", "num_query_groups", "kv_channels", "layernorm_epsilon"):
-            _positive(_flag(name), getattr(self, name))
+            positive(_flag(name), getattr(self, name))
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"--num-query-groups {self.num_query_groups} must divide "
@@ -212,6 +179,12 @@ class ModelConfig:
             raise ValueError(
                 f"--multi-latent-attention has no query groups: drop --num-query-groups {self.num_query_groups}"
             )
+        if self.mla is not None and (
+            self.variants.output_gate or self.variants.qk_l2_norm or self.variants.without_rope
+        ):
+            raise ValueError(
+                "--multi-latent-attention has no --attention-output-gate, --qk-l2-norm or --no-rope-freq: drop them"
+            )
         if self.mtp is not None and self.position_embedding_type == "learned_absolute":
             raise ValueError("--mtp-num-layers needs --position-embedding-type rope or none")
         if self.mtp is not None and self.mtp.num_layers >= self.max_position_embeddings:
@@ -254,7 +227,8 @@ class ModelConfig:
     @property
     def qkv_projection_size(self) -> int:
         """Rows of the fused query, key and value projection."""
-        return self.query_projection_size + 2 * self.kv_channels * self.num_query_groups
+        queries = self.query_projection_size * (2 if self.variants.output_gate else 1)
+        return queries + 2 * self.kv_channels * self.num_query_groups
 
     @property
     def rotary_dim(self) -> int:
@@ -274,6 +248,12 @@ class ModelConfig:
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property
+    def attention_scale(self) -> float | None:
+        """Factor of attention scores; None: 1 / sqrt(head dim)."""
+        mup = self.variants.mup
+        return self.softmax_scale if mup is None else mup.softmax_scale(self.kv_channels)
+
+    @property
     def norm_options(self) -> dict[str, Any]:
         """Keyword arguments of a backend's LayerNormLinear that describe its norm."""
         return {
@@ -289,7 +269,9 @@ class ModelConfig:
         """
         if self.init_method_xavier_uniform:
             return InitSpec("uniform", math.sqrt(2.0 / (fan_in + fan_out)))
-        return InitSpec("normal", self.output_init_std if writes_residual else self.init_method_std)
+        std = self.output_init_std if writes_residual else self.init_method_std
+        mup = self.variants.mup
+        return InitSpec("normal", std if mup is None else std / math.sqrt(mup.width_mult))
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with other values, validated again."""
@@ -321,7 +303,7 @@ class ModelConfig:
         if "cp_comm_type" in given:
             given["cp_comm_type"] = tuple(given["cp_comm_type"])
         given["activation"], given["gated_linear_unit"] = _activation_of(arguments)
-        given["rotary"] = _rotary_of(arguments)
+        given["rotary"] = rotary_from_arguments(arguments)
         given["recompute"] = _recompute_of(arguments)
         if getattr(arguments, "use_rotary_position_embeddings", False):
             given["position_embedding_type"] = "rope"
@@ -329,6 +311,7 @@ class ModelConfig:
             given["position_embedding_type"] = (
                 "rope" if given.get("position_embedding_type") == "rope" else "none"
             )
+        given["variants"] = Variants.from_arguments(arguments, given["num_layers"])
         given["moe"] = MoEConfig.from_arguments(
             arguments, given["num_layers"], given.get("ffn_hidden_size", 4 * given["hidden_size"])
         )
@@ -337,28 +320,17 @@ class ModelConfig:
 
 
 def _activation_of(arguments: Any) -> tuple[str, bool]:
-    chosen = [name for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(arguments, name, False)]
+    names = ("swiglu", "squared_relu", "quick_geglu", "openai_gelu")
+    chosen = [name for name in names if getattr(arguments, name, False)]
     if len(chosen) > 1:
         raise ValueError(f"{' and '.join(map(_flag, chosen))} exclude each other: choose one activation")
     table = {
         "swiglu": ("silu", True),
         "squared_relu": ("squared_relu", False),
         "quick_geglu": ("quick_gelu", True),
+        "openai_gelu": ("gelu_tanh", False),
     }
     return table[chosen[0]] if chosen else ("gelu", False)
-
-
-def _rotary_of(arguments: Any) -> RotaryConfig:
-    defaults = RotaryConfig()
-    scaled = getattr(arguments, "use_rope_scaling", False)
-    return RotaryConfig(
-        base=getattr(arguments, "rotary_base", defaults.base),
-        percent=getattr(arguments, "rotary_percent", defaults.percent),
-        interleaved=getattr(arguments, "rotary_interleaved", defaults.interleaved),
-        seq_len_interpolation_factor=getattr(arguments, "rotary_seq_len_interpolation_factor", None),
-        scaling_factor=getattr(arguments, "rope_scaling_factor", 8.0) if scaled else None,
-        yarn=yarn_from_arguments(arguments),
-    )
 
 
 def _recompute_of(arguments: Any) -> RecomputeConfig:
@@ -379,11 +351,6 @@ def _recompute_of(arguments: Any) -> RecomputeConfig:
 
 def _flag(name: str) -> str:
     return {"layernorm_epsilon": "--norm-epsilon"}.get(name, "--" + name.replace("_", "-"))
-
-
-def _positive(flag: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
-        raise ValueError(f"{flag} {value!r}: give a number > 0")
 
 
 def _one_of(flag: str, value: Any, allowed: tuple[Any, ...]) -> None:

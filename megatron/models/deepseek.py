@@ -99,10 +99,14 @@ class MTPConfig:
 
     Attributes:
         num_layers: how many further tokens. loss_scaling_factor: weight of the mean of their losses.
+        use_repeated_layer: one layer predicts them all, one after the other.
+        detach_heads: the losses do not reach the model's hidden states, only these layers, embedding and head.
     """
 
     num_layers: int
     loss_scaling_factor: float = 0.1
+    use_repeated_layer: bool = False
+    detach_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -117,7 +121,17 @@ class MTPConfig:
         if not layers:
             return None
         factor = getattr(arguments, "mtp_loss_scaling_factor", None)
-        return cls(layers) if factor is None else cls(layers, factor)
+        return cls(
+            layers,
+            cls.loss_scaling_factor if factor is None else factor,
+            getattr(arguments, "mtp_use_repeated_layer", False),
+            getattr(arguments, "mtp_detach_heads", False),
+        )
+
+    @property
+    def built_layers(self) -> int:
+        """Layers that exist."""
+        return 1 if self.use_repeated_layer else self.num_layers
 
 
 def yarn_from_arguments(arguments: Any) -> YarnConfig | None:

@@ -37,8 +37,8 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     rest = embedding + _norm_parameters(config, config.hidden_size)
     if config.mtp is not None:
         norms = 3 * _norm_parameters(config, config.hidden_size)
-        rest += config.mtp.num_layers * (2 * config.hidden_size**2 + norms)
-    layers = range(_num_layers(config))
+        rest += config.mtp.built_layers * (2 * config.hidden_size**2 + norms)
+    layers = range(config.num_layers + (0 if config.mtp is None else config.mtp.built_layers))
     attention = len(layers) * _attention_parameters(config)
     total = sum(_mlp_parameters(config, index, active=False) for index in layers)
     active = sum(_mlp_parameters(config, index, active=True) for index in layers)
@@ -112,6 +112,7 @@ def _attention_parameters(config: ModelConfig) -> int:
         return count + (sum(out for _, out in _attention_shapes(config)) if config.add_bias_linear else 0)
     count += config.qkv_projection_size if config.qkv_bias else 0
     count += config.hidden_size if config.add_bias_linear else 0
+    count += config.num_attention_heads if config.variants.softmax_type == "learnable" else 0
     return count + (2 * _norm_parameters(config, config.kv_channels) if config.qk_layernorm else 0)
 
 

@@ -63,6 +63,7 @@ class Embedding(nn.Module):
             self.position_embeddings.weight.init_spec = InitSpec("normal", config.embedding_init_method_std)
         self.dropout = HiddenDropout(config.hidden_dropout, backend)
         self._fp32 = config.fp32_residual_connection
+        self._multiplier = 1.0 if config.variants.mup is None else config.variants.mup.embedding_mult
         self._context_size = mesh.size("cp")
         self._sequence_slice = (mesh.rank("tp"), mesh.size("tp")) if options.sequence_parallel else (0, 1)
 
@@ -73,6 +74,8 @@ class Embedding(nn.Module):
             self._check_length(tokens)
             rank, size = self._sequence_slice
             hidden = hidden + self.position_embeddings(position_ids.t().chunk(size)[rank])
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
         if self._fp32:
             hidden = hidden.float()
         return self.dropout(hidden)
@@ -147,11 +150,12 @@ class GPTModel(nn.Module):
         """What the layer with this global index is made of."""
         latent = self.config.mla is not None
         experts = self.config.moe is not None and self.config.moe.has_experts(layer_index)
+        alone = self.config.variants.residual_post_layernorm
         return BlockSpec(
             attention=LatentAttention if latent else SelfAttention,
             mlp=MoELayer if experts else MLP,
-            input_layernorm=LayerContext.norm if latent else None,
-            pre_mlp_layernorm=LayerContext.norm if experts else None,
+            input_layernorm=LayerContext.norm if latent or alone else None,
+            pre_mlp_layernorm=LayerContext.norm if experts or alone else None,
         )
 
     def _build_head(self, backend: Backend) -> nn.Module:
@@ -212,7 +216,7 @@ class GPTModel(nn.Module):
         if self.output_layer is None:
             return hidden
         if labels is None:
-            return self._without_padding(self.output_layer(hidden)).transpose(0, 1)
+            return self._without_padding(self.output_layer(self._for_head(hidden))).transpose(0, 1)
         losses = self._losses(hidden, labels)
         if self.mtp is None or not (self.training and torch.is_grad_enabled()):
             return losses
@@ -225,10 +229,15 @@ class GPTModel(nn.Module):
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Losses [b, s] of normalised hidden states."""
         assert self.output_layer is not None
-        logits = self.output_layer(hidden)
+        logits = self.output_layer(self._for_head(hidden))
         real = self._num_real_columns(logits.shape[-1])
         losses = vocab_parallel_cross_entropy(logits, labels.t(), self._mesh.group("tp"), real)
         return losses.t().contiguous()
+
+    def _for_head(self, hidden: Tensor) -> Tensor:
+        """muP's factor of the logits, on what the head multiplies."""
+        mup = self.config.variants.mup
+        return hidden if mup is None else hidden * mup.logit_mult
 
     def _default_positions(self, tokens: Tensor) -> Tensor:
         if self._mesh.size("cp") > 1:
@@ -274,7 +283,8 @@ def auxiliary_layers(config: ModelConfig) -> tuple[AuxiliaryLayer, ...]:
     predictions = 0 if config.mtp is None else config.mtp.num_layers
     layers = []
     for index in range(config.num_layers + predictions):
-        experts = config.moe if config.moe is not None and config.moe.has_experts(index) else None
+        built = config.mtp is None or index < config.num_layers + config.mtp.built_layers
+        experts = config.moe if config.moe is not None and config.moe.has_experts(index) and built else None
         losses = () if experts is None else experts.loss_names
         if index >= config.num_layers:
             losses = (*losses, "mtp_loss")

@@ -55,6 +55,7 @@ class LatentAttention(nn.Module):
             layer_number=context.layer_number,
             cp_group=mesh.group("cp"),
             cp_comm_type=context.cp_comm_type,
+            **config.variants.attention_options(context.layer_number),
         )
         size = config.num_attention_heads * mla.v_head_dim
         self.linear_proj = _linear(context, size, config.hidden_size, "row", "proj")

@@ -26,8 +26,14 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by the hyperbolic tangent, as GPT-2 has it (https://arxiv.org/abs/1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "relu": F.relu,
     "squared_relu": squared_relu,
@@ -69,10 +75,9 @@ class MLP(nn.Module):
         parts = 2 if config.gated_linear_unit else 1
         fc1_init = config.linear_init(config.hidden_size, ffn)
         fc2_init = config.linear_init(ffn, config.hidden_size, writes_residual=True)
-        self.linear_fc1 = backend.LayerNormLinear(
+        self.linear_fc1 = context.linear_after_norm(
             config.hidden_size,
             parts * ffn,
-            **config.norm_options,
             bias=config.add_bias_linear,
             parallel_mode="column",
             init_std=fc1_init.std,

@@ -66,7 +66,7 @@ class MultiTokenPrediction(nn.Module):
         config = context.config
         assert config.mtp is not None, "multi-token prediction needs ModelConfig.mtp"
         self._config, self._mtp = config, config.mtp
-        numbers = range(config.num_layers + 1, config.num_layers + config.mtp.num_layers + 1)
+        numbers = range(config.num_layers + 1, config.num_layers + config.mtp.built_layers + 1)
         contexts = [
             LayerContext(config, context.backend, context.mesh, number, context.auxiliary)
             for number in numbers
@@ -94,7 +94,10 @@ class MultiTokenPrediction(nn.Module):
         mask = targets.loss_mask
         valid = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.float()
         weight = self._mtp.loss_scaling_factor / self._mtp.num_layers
-        for depth, layer in enumerate(self.layers):
+        if self._mtp.detach_heads:
+            hidden = hidden.detach()
+        for depth in range(self._mtp.num_layers):
+            layer = self.layers[min(depth, len(self.layers) - 1)]
             tokens, labels, valid = (roll_left(x.contiguous(), 1, group) for x in (tokens, labels, valid))
             hidden = layer(embed(tokens, targets.position_ids), hidden, inputs)
             losses = losses_of(hidden, labels)

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.models.config import RotaryConfig
 from megatron.models.deepseek import YarnConfig
+from megatron.models.rotary import RotaryConfig
 
 # Llama 3.1's constants (transformers' "llama3" rope type, Megatron's --use-rope-scaling)
 _LOW_FREQUENCY_FACTOR = 1.0

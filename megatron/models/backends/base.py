@@ -217,10 +217,14 @@ class Backend(ABC):
         layer_number: int | None = None,
         cp_group: ProcessGroup | None = None,
         cp_comm_type: str = "p2p",
+        window_size: tuple[int, int] | None = None,
+        softmax_type: str = "vanilla",
     ) -> nn.Module:
         """softmax(scale q k^T + mask) v. Heads and groups are global (divided by tp_size here, as in TE).
 
-        kv_channels: head dim, or (of q and k, of v). softmax_scale None: 1/sqrt(head dim).
+        kv_channels: head dim, or (of q and k, of v). softmax_scale None: 1/sqrt(head dim). window_size: tokens that
+        a query sees before and after its own. softmax_type "off-by-one" or "learnable" (parameter softmax_offset
+        [heads / tp]): the sum of exponentials has a further term, of 0 or of that number.
         attn_mask_type: "no_mask", "causal", "padding", "padding_causal" (attention_mask bool, True = masked
         out, [b, 1, 1, s] of the keys) or "arbitrary" (attention_mask [b or 1, 1, s_q, s_kv]).
         forward(query, key, value, attention_mask=None, *, attn_mask_type=None, qkv_format=None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.parallel.expert.permute import DROP_POLICIES
 
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 DISPATCHERS = ("allgather", "alltoall", "flex")
@@ -23,13 +23,16 @@ class MoEConfig:
         ffn_hidden_size: inner channels of an expert.
         pattern: whether each layer has experts.
         topk: experts of a token.
-        score_function: "softmax" or "sigmoid" of the router's logits.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus" (the root of softplus) of the router's logits.
         pre_softmax: softmax over all experts before the choice, else over the chosen ones.
         num_groups, group_topk: a token's experts lie in at most group_topk of num_groups groups.
         topk_scaling_factor: multiplies the weights.
         router_dtype: the router's matrix product; None: the dtype of the hidden states. Scores are never narrower
             than fp32.
         enable_expert_bias, bias_update_rate: balancing without a loss (https://arxiv.org/abs/2408.15664).
+        force_load_balancing: for measurements: random logits, so that all experts get as much.
+        force_biased: for measurements: a normal bias of this standard deviation on each expert's logits, alike on all
+            ranks; new in each forward, or with a negative number drawn once.
         load_balancing: kinds, and aux_loss_coeff: a weight of each.
         z_loss_coeff: of the router's z-loss (https://arxiv.org/abs/2202.08906); None: off.
         input_jitter_eps: in training, the router's input is multiplied by uniform numbers in 1 -+ this.
@@ -53,6 +56,8 @@ class MoEConfig:
     router_dtype: str | None = None
     enable_expert_bias: bool = False
     bias_update_rate: float = 1e-3
+    force_load_balancing: bool = False
+    force_biased: float | None = None
     load_balancing: tuple[str, ...] = ("aux_loss",)
     aux_loss_coeff: tuple[float, ...] = (0.0,)
     z_loss_coeff: float | None = None
@@ -140,7 +145,7 @@ class MoEConfig:
                 "--moe-router-load-balancing-type sinkhorn chooses by itself: drop --moe-router-num-groups and "
                 "--moe-router-enable-expert-bias"
             )
-        if self.enable_expert_bias and self.score_function != "sigmoid":
+        if self.enable_expert_bias and self.score_function == "softmax":
             raise ValueError(
                 "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it"
             )
@@ -217,6 +222,8 @@ ARGUMENTS = {
     "router_dtype": "moe_router_dtype",
     "enable_expert_bias": "moe_router_enable_expert_bias",
     "bias_update_rate": "moe_router_bias_update_rate",
+    "force_load_balancing": "moe_router_force_load_balancing",
+    "force_biased": "moe_router_force_biased",
     "load_balancing": "moe_router_load_balancing_type",
     "aux_loss_coeff": "moe_aux_loss_coeff",
     "z_loss_coeff": "moe_z_loss_coeff",

@@ -9,8 +9,10 @@ model is cast to.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +58,7 @@ class TopKRouter(nn.Module):
     def forward(self, hidden: Tensor) -> Routing:
         """hidden: [s, b, hidden] of this rank alone -> the routing of its s * b tokens, sequences fastest."""
         config = self.config
-        logits = self._logits(self._with_jitter(hidden).flatten(0, 1))
+        logits = self._forced(self._logits(self._with_jitter(hidden).flatten(0, 1)))
         if config.sinkhorn:
             experts, weights = choose_by_sinkhorn(logits, config, self.training)
         else:
@@ -78,6 +80,22 @@ class TopKRouter(nn.Module):
         dtype = torch.promote_types(dtype, tokens.dtype)
         logits = F.linear(tokens.to(dtype), self.weight.to(dtype))
         return logits.to(torch.promote_types(dtype, torch.float32))
+
+    def _forced(self, logits: Tensor) -> Tensor:
+        """Logits as measurements of the experts' speed ask for them; the gradient stays that of `logits`."""
+        config = self.config
+        if config.force_load_balancing:
+            with nullcontext() if self._rng is None else self._rng.fork():
+                drawn = torch.randn_like(logits)
+            return logits + (drawn - logits).detach()
+        if config.force_biased is None:
+            return logits
+        generator = None
+        if config.force_biased < 0:
+            generator = torch.Generator(logits.device).manual_seed(zlib.crc32(self.layer_name.encode()))
+        # Without a generator of its own from the stream that all ranks share, which recompute restores.
+        bias = torch.randn(config.num_experts, generator=generator, dtype=logits.dtype, device=logits.device)
+        return logits + abs(config.force_biased) * bias
 
     def _with_jitter(self, hidden: Tensor) -> Tensor:
         eps = self.config.input_jitter_eps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.models.moe.config import MoEConfig
@@ -24,7 +25,7 @@ def choose_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None
             experts = best_experts(logits, config)
             weights = logits.gather(1, experts).softmax(-1)
     else:
-        scores = logits.sigmoid()
+        scores = independent_scores(logits, config)
         experts = best_experts(scores if bias is None else scores + bias, config)
         weights = scores.gather(1, experts)
         if config.topk > 1:
@@ -32,6 +33,11 @@ def choose_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None
     if config.topk_scaling_factor:
         weights = weights * config.topk_scaling_factor
     return experts, weights
+
+
+def independent_scores(logits: Tensor, config: MoEConfig) -> Tensor:
+    """Each expert's score on its own, any shape: the sigmoid of its logit, or the root of its softplus."""
+    return logits.sigmoid() if config.score_function == "sigmoid" else F.softplus(logits).sqrt()
 
 
 @torch.no_grad()
@@ -59,7 +65,7 @@ def balancing_scores(logits: Tensor, config: MoEConfig) -> tuple[Tensor, Tensor]
     if config.score_function == "softmax":
         scores = logits.softmax(-1)
     else:
-        scores = logits.sigmoid()
+        scores = independent_scores(logits, config)
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return scores, scores.detach().topk(config.topk, dim=-1).indices
 

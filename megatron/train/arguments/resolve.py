@@ -58,6 +58,8 @@ def _older_spellings(v: Namespace, context: Context) -> None:
                 "--recompute-activations means --recompute-granularity selective, not full: drop one of them"
             )
         v.recompute_granularity = "selective"
+    if v.position_embedding_type == "yarn":
+        v.position_embedding_type, v.rope_type = "rope", "yarn"
     if v.use_rotary_position_embeddings:
         v.position_embedding_type = "rope"
     if not v.add_position_embedding and v.position_embedding_type == "learned_absolute":

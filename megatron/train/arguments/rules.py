@@ -132,12 +132,6 @@ RULES: tuple[Rule, ...] = (
         "--no-position-embedding --position-embedding-type learned_absolute",
     ),
     Rule(
-        ("--rope-type",),
-        lambda v: v.rope_type == "yarn" and not v.multi_latent_attention,
-        "YaRN needs --multi-latent-attention; add it or use --rope-type rope",
-        "--rope-type yarn",
-    ),
-    Rule(
         ("--mtp-num-layers", "--position-embedding-type"),
         lambda v: (
             bool(v.mtp_num_layers)

@@ -35,7 +35,8 @@ def test_rows_of_the_projection_go_by_query_group(groups):
     layer = SelfAttention(LayerContext(config, TorchBackend(LayerOptions()), ParallelMesh.single(), 1))
     rows = config.qkv_projection_size
     per_group, d = 4 // groups, 8
-    query, key, value = layer._groups.split(torch.arange(rows).expand(3, 2, rows))
+    query, key, value, gate = layer._groups.split(torch.arange(rows).expand(3, 2, rows))
+    assert gate is None
     assert query.shape == (3, 2, 4, d) and key.shape == value.shape == (3, 2, groups, d)
     for group in range(groups):
         start = group * (per_group + 2) * d

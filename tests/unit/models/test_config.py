@@ -59,6 +59,27 @@ def test_flags_become_fields():
     assert config.cp_comm_type == ("a2a",)
 
 
+def test_flags_of_variants():
+    variants = from_flags(
+        num_layers=4,
+        window_size=(8, 0),
+        window_attn_skip_freq=2,
+        no_rope_freq=[0, 0, 1, 0],
+        softmax_type="learnable",
+    ).variants
+    assert [variants.window_of(number) for number in range(1, 6)] == [(8, 0), None, (8, 0), None, None]
+    assert [variants.has_rope(number) for number in range(1, 5)] == [True, True, False, True]
+    assert variants.attention_options(1) == {"window_size": (8, 0), "softmax_type": "learnable"}
+    assert from_flags(openai_gelu=True).activation == "gelu_tanh"
+    assert from_flags(window_attn_skip_freq=2).variants.attention_options(1) == {}
+    mup = {"use_mup": True, "mup_output_mult": 2.0, "hidden_size": 96}
+    config = from_flags(**mup, mup_base_hidden_size=24, mup_base_head_dim=6)
+    assert config.variants.mup.logit_mult == 0.5
+    assert config.linear_init(96, 96) == InitSpec("normal", 0.01)
+    assert config.attention_scale == pytest.approx(6**0.5 / 24)
+    assert from_flags(**mup, mup_width_mult=8.0).variants.mup.logit_mult == 0.25
+
+
 def test_flags_that_need_another():
     assert (
         from_flags(num_query_groups=1).num_query_groups == 4

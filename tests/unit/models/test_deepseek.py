@@ -111,6 +111,22 @@ def test_further_tokens_are_weighed_by_their_own_mean(scale):
     assert model.mtp.layers[1].eh_proj.weight.grad.norm() > 1e-3
 
 
+@pytest.mark.parametrize("detach", [False, True])
+def test_one_layer_for_all_depths_and_heads_that_leave_the_model_alone(detach):
+    """The one layer is used at both depths; detached, its losses move neither layers nor the final norm."""
+    config = shapes.deepseek(load_balancing=("none",), aux_loss_coeff=(0.0,))
+    model = build_gpt(config.replace(mtp=MTPConfig(2, use_repeated_layer=True, detach_heads=detach)))
+    assert len(model.mtp.layers) == 1
+    calls = []
+    model.mtp.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    tokens, labels = random_batch(config, length=8)
+    (0.0 * model(tokens, labels=labels).sum()).backward()
+    assert len(calls) == 2
+    moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.norm() > 0}
+    assert any(name.startswith("mtp.layers.0") for name in moved)
+    assert any(name.startswith("decoder.layers") for name in moved) is not detach
+
+
 def test_evaluation_predicts_one_token_only():
     model = build_gpt(shapes.deepseek())
     tokens, labels = random_batch(model.config, length=8)

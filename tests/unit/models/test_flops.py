@@ -11,8 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
+from megatron.models.deepseek import MTPConfig
 from megatron.models.flops import count_parameters, forward_flops, training_flops
 from megatron.models.gpt import GPTModel
+from megatron.models.variants import Variants
 from megatron.parallel.mesh import ParallelMesh
 from tests.unit.models.helpers import build_gpt, random_batch, tiny_config
 from tests.unit.models.moe import shapes
@@ -34,11 +36,16 @@ SHAPES = {
         "qk_layernorm": True,
     },
     "qkv-bias": {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 1, "qk_layernorm": True},
+    "variants": {
+        "num_query_groups": 2,
+        "variants": Variants(softmax_type="learnable", output_gate=True, residual_post_layernorm=True),
+    },
     "gated-bias": {"gated_linear_unit": True, "num_layers": 3},
 }
 EXPERTS = {
     "mixtral": shapes.mixtral(),
     "deepseek": shapes.deepseek(),
+    "repeated-prediction": shapes.deepseek().replace(mtp=MTPConfig(2, use_repeated_layer=True)),
     "shared-gate": shapes.mixtral(shared_expert_intermediate_size=12, shared_expert_gate=True),
 }
 

@@ -11,6 +11,7 @@ from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import RotaryConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
+from megatron.models.variants import MuPConfig, Variants
 from megatron.parallel.annotate import annotation_of
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.unit.models.helpers import build_gpt, random_batch, randomise, relative_error, tiny_config
@@ -56,6 +57,21 @@ MODELS = {
         "activation_func_clamp_value": 0.3,
         "glu_linear_offset": 1.0,
         "ffn_hidden_size": 40,
+    },
+    "openai-gelu": {"activation": "gelu_tanh"},
+    "window-but-last": {"variants": Variants(window_size=(3, 0), windowed=(True, False))},
+    "sink-and-window": {
+        **ROPE,
+        "num_query_groups": 2,
+        "variants": Variants(window_size=(4, 0), softmax_type="learnable", without_rope=(False, True)),
+    },
+    "off-by-one": {"variants": Variants(softmax_type="off-by-one", qk_l2_norm=True)},
+    "gated-attention": {"num_query_groups": 2, "variants": Variants(output_gate=True)},
+    "post-norm-residual": {"variants": Variants(residual_post_layernorm=True)},
+    "mup": {
+        "variants": Variants(
+            mup=MuPConfig(4.0, embedding_mult=3.0, output_mult=2.0, attn_scale_power=0.9, base_head_dim=4)
+        )
     },
 }
 

@@ -11,6 +11,7 @@ from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import RecomputeConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
+from megatron.models.variants import Variants
 from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
 from megatron.parallel.context.balance import split
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
@@ -35,6 +36,14 @@ MODELS = {
         "add_qkv_bias": True,
         "untie_embeddings_and_output_weights": True,
     },
+}
+VARIANTS = {
+    **SHAPE,
+    "num_query_groups": 2,
+    "normalization": "RMSNorm",
+    "variants": Variants(
+        window_size=(5, 0), softmax_type="learnable", output_gate=True, residual_post_layernorm=True
+    ),
 }
 LENGTH = 16
 DOCUMENTS = [[5, 8, 3], [16]]
@@ -104,11 +113,20 @@ CASES = [
 @pytest.mark.parametrize("model", MODELS)
 def test_equals_one_rank(model, name, sizes, sequence_parallel, documents):
     """P13 for gradients (replicated norms and biases), padding rows, tied and untied heads, documents over cp."""
+    check_equals_one_rank(MODELS[model], sizes, sequence_parallel, documents)
+
+
+def test_variants_equal_one_rank():
+    """Gates, sinks and windows by head; norms that stand alone; query groups that ranks share."""
+    check_equals_one_rank(VARIANTS, {"tensor": 4}, True, False)
+
+
+def check_equals_one_rank(model, sizes, sequence_parallel, documents):
     world = 1
     for size in sizes.values():
         world *= size
-    results = run_ranks(run_rank, world, MODELS[model], sizes, sequence_parallel, documents, timeout=120)
-    reference, losses, _ = run_model(MODELS[model], ParallelMesh.single(), False, documents)
+    results = run_ranks(run_rank, world, model, sizes, sequence_parallel, documents, timeout=120)
+    reference, losses, _ = run_model(model, ParallelMesh.single(), False, documents)
     assert relative_error(sum(item[0] for item in results), losses) < 1e-6
     for parameter_name, parameter in reference.named_parameters():
         expected = parameter.grad

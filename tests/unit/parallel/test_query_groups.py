@@ -16,7 +16,7 @@ SEQUENCE, BATCH, HIDDEN, HEADS, DIM = 5, 2, 12, 8, 6
 
 
 def _attend(heads: QueryGroups, x: Tensor, weight: Tensor, plan: LinearPlan) -> Tensor:
-    query, key, value = heads.split(linear(x, weight, None, plan))
+    query, key, value, _ = heads.split(linear(x, weight, None, plan))
     q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch.linear import split_options
 from megatron.models.backends.torch.parameters import divide
+from megatron.models.init import InitSpec
+from megatron.parallel.annotate import ParameterAnnotation, annotate
 from megatron.parallel.context import Documents, context_parallel_attention
 
 # attn_mask_type -> (hides later positions, uses attention_mask)
@@ -51,6 +53,8 @@ class DotProductAttention(nn.Module):
         layer_number: int | None = None,
         cp_group: ProcessGroup | None = None,
         cp_comm_type: str = "p2p",
+        window_size: tuple[int, int] | None = None,
+        softmax_type: str = "vanilla",
         options: LayerOptions | None = None,
         **layer_options: Any,
     ) -> None:
@@ -67,6 +71,20 @@ class DotProductAttention(nn.Module):
         _mask_rule(attn_mask_type)
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
         self._rng = options.rng
+        self.window_size, self.softmax_type = window_size, softmax_type
+        if cp_group is not None and (window_size is not None or softmax_type != "vanilla"):
+            raise ValueError(
+                f"--window-size {window_size} and --softmax-type {softmax_type} with --context-parallel-size > 1: "
+                "torch's attention over several ranks has neither; use --context-parallel-size 1"
+            )
+        self.softmax_offset: nn.Parameter | None = None
+        if softmax_type == "learnable":
+            local = num_attention_heads // options.tp_size
+            offset = torch.empty(local, dtype=options.params_dtype, device=options.device)
+            where = ParameterAnnotation(tensor_parallel_dim=0 if options.tp_size > 1 else None)
+            self.softmax_offset = nn.Parameter(offset)
+            self.softmax_offset.init_spec = InitSpec("zeros")  # type: ignore[attr-defined]
+            annotate(self.softmax_offset, where)
 
     def forward(
         self,
@@ -100,9 +118,19 @@ class DotProductAttention(nn.Module):
         to_heads, back = FORMATS[qkv_format]
         q, k, v = (x.permute(to_heads) for x in (query, key, value))
         keep = _keep_mask(attention_mask, causal, q.shape[2], k.shape[2]) if masked else None
+        if self.window_size is not None:
+            window = window_mask(self.window_size, causal, q.shape[2], k.shape[2]).to(q.device)
+            keep, masked = window if keep is None else keep & window, True
         with nullcontext() if self._rng is None or not self._dropout() else self._rng.fork():
-            out = attend(q, k, v, keep, causal and not masked, self._dropout(), self.softmax_scale)
+            out = self._attend(q, k, v, keep, causal and not masked)
         return out.permute(back).flatten(2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, causal: bool) -> Tensor:
+        if self.softmax_type == "vanilla":
+            return attend(q, k, v, keep, causal, self._dropout(), self.softmax_scale)
+        offset = self.softmax_offset
+        sink = q.new_zeros(q.shape[1]) if offset is None else offset
+        return attend_with_sink((q, k, v), sink, keep, causal, (self._dropout(), self.softmax_scale))
 
     def _dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
@@ -163,6 +191,48 @@ def attend(
         q, k, v, keep, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     return out[..., :v_dim].to(dtype)
+
+
+def attend_with_sink(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sink: Tensor,
+    keep: Tensor | None,
+    causal: bool,
+    dropout_and_scale: tuple[float, float | None],
+) -> Tensor:
+    """`attend` with exp(sink[head]) added to each sum of exponentials: probabilities may sum to less than one.
+
+    https://arxiv.org/abs/2309.17453; written out in fp32 or wider. sink: [heads].
+    """
+    q, k, v = qkv
+    (dropout, scale), dtype = dropout_and_scale, torch.promote_types(q.dtype, torch.float32)
+    heads = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, -torch.inf)
+    column = sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    probabilities = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
+    probabilities = F.dropout(probabilities, dropout) if dropout else probabilities
+    return (probabilities @ v.to(dtype)).to(q.dtype)
+
+
+def window_mask(window: tuple[int, int], causal: bool, rows: int, columns: int) -> Tensor:
+    """bool [rows, columns], True where a query sees a key: at most window[0] before it and window[1] after it.
+
+    A negative number is no limit; causal attention sees nothing after it.
+    """
+    distance = torch.arange(columns)[None, :] - torch.arange(rows)[:, None]
+    left, right = window[0], 0 if causal else window[1]
+    seen = torch.ones(rows, columns, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    return seen
 
 
 def naive_attention(

@@ -35,6 +35,7 @@ from megatron.models.backends.transformer_engine.returns import without_bias
 from megatron.models.backends.transformer_engine.rng import EngineRng
 from megatron.models.backends.transformer_engine.settings import EngineSettings, describe_attention
 from megatron.models.init import InitSpec
+from megatron.parallel.annotate import ParameterAnnotation
 from megatron.parallel.random import replaying
 
 GATED_ACTIVATIONS = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu")
@@ -273,7 +274,9 @@ class TransformerEngineBackend(Backend):
             get_rng_state_tracker=None if rng is None else partial(EngineRng, rng),
             **arguments,
         )
-        return describe(EngineAttention(core, context_parallel), {})
+        cut = ParameterAnnotation(tensor_parallel_dim=0 if self.options.tp_size > 1 else None)
+        offset = {"core.softmax_offset": (ZEROS, cut)} if arguments.get("softmax_type") == "learnable" else {}
+        return describe(EngineAttention(core, context_parallel), offset)
 
     def _context_parallel(self, group: ProcessGroup | None, comm_type: str) -> ContextParallel | None:
         if group is None:

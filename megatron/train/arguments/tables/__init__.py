@@ -35,11 +35,13 @@ from megatron.train.arguments.tables import (
     retrieval,
     tokenizer,
     training,
+    variants,
     vision,
 )
 
 _MODULES = (
     model,
+    variants,
     positions,
     mla,
     moe,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 SAME_RESULT = "a fused kernel with the same result"
 INFERENCE = "inference is left to megatron-core"
-NO_GRAPHS = "graph capture is planned; leave it out"
+NO_GRAPHS = "tunes the launch of kernels: steps are not captured in graphs, with the same result"
 
 TITLE = "Kernels"
 
@@ -82,8 +82,8 @@ FLAGS: tuple[Flag, ...] = (
             "fa",
         ),
     ),
-    refused("--enable-experimental", Switch.ON, False, "nothing here is behind this switch"),
-    not_yet(
+    no_op("--enable-experimental", Switch.ON, False, "nothing here is behind this switch"),
+    no_op(
         "--cuda-graph-impl",
         str,
         "none",
@@ -95,11 +95,11 @@ FLAGS: tuple[Flag, ...] = (
             "full_iteration",
         ),
     ),
-    not_yet("--cuda-graph-modules", str, [], NO_GRAPHS, nargs="+"),
-    not_yet("--cuda-graph-scope", str, None, NO_GRAPHS, nargs="+", dest="cuda_graph_scope_deprecated"),
-    not_yet("--cuda-graph-warmup-steps", int, 3, NO_GRAPHS),
-    not_yet("--enable-cuda-graph", Switch.ON, False, NO_GRAPHS),
-    not_yet("--external-cuda-graph", Switch.ON, False, NO_GRAPHS),
+    no_op("--cuda-graph-modules", str, [], NO_GRAPHS, nargs="+"),
+    no_op("--cuda-graph-scope", str, None, NO_GRAPHS, nargs="+", dest="cuda_graph_scope_deprecated"),
+    no_op("--cuda-graph-warmup-steps", int, 3, NO_GRAPHS),
+    no_op("--enable-cuda-graph", Switch.ON, False, NO_GRAPHS),
+    no_op("--external-cuda-graph", Switch.ON, False, NO_GRAPHS),
     refused(
         "--symmetric-ar-type",
         str,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
-NO_MTP = "it is not part of multi-token prediction here; leave it out"
 CONFIG, TEST = "models/deepseek.py", "models/test_deepseek.py"
 
 TITLE = "Multi-latent attention"
@@ -36,14 +35,29 @@ FLAGS: tuple[Flag, ...] = (
     refused(
         "--cache-mla-latents", Switch.ON, False, "keeps latents for inference; nothing is cached in training"
     ),
-    not_yet("--qk-clip", Switch.ON, False, "clipping of attention logits is not there"),
-    not_yet("--qk-clip-alpha", float, 0.5, "clipping of attention logits is not there"),
-    not_yet("--qk-clip-threshold", float, 100, "clipping of attention logits is not there"),
-    not_yet(
+    refused(
+        "--qk-clip",
+        Switch.ON,
+        False,
+        "attention kernels do not give their largest logit; use --qk-layernorm, which bounds it",
+    ),
+    refused(
+        "--qk-clip-alpha",
+        float,
+        0.5,
+        "attention kernels do not give their largest logit; use --qk-layernorm, which bounds it",
+    ),
+    refused(
+        "--qk-clip-threshold",
+        float,
+        100,
+        "attention kernels do not give their largest logit; use --qk-layernorm, which bounds it",
+    ),
+    refused(
         "--log-max-attention-logit",
         Switch.ON,
         False,
-        "attention logits are not kept by the attention kernels here",
+        "attention kernels do not give their largest logit; use --qk-layernorm, which bounds it",
     ),
     works(
         "--mtp-num-layers",
@@ -54,8 +68,27 @@ FLAGS: tuple[Flag, ...] = (
         test=TEST,
     ),
     works("--mtp-loss-scaling-factor", float, 0.1, "Weight of the mean of their losses.", CONFIG, test=TEST),
-    not_yet("--mtp-detach-heads", Switch.ON, False, NO_MTP),
-    not_yet("--mtp-hsm", Switch.ON, False, NO_MTP),
-    not_yet("--mtp-standalone", Switch.ON, False, NO_MTP),
-    not_yet("--mtp-use-repeated-layer", Switch.ON, False, NO_MTP),
+    works(
+        "--mtp-detach-heads",
+        Switch.ON,
+        False,
+        "The losses of further tokens do not reach the model's layers.",
+        CONFIG,
+        test=TEST,
+    ),
+    refused("--mtp-hsm", Switch.ON, False, "experimental in Megatron-LM; leave it out"),
+    refused(
+        "--mtp-standalone",
+        Switch.ON,
+        False,
+        "further tokens are predicted by the last pipeline stage; leave it out",
+    ),
+    works(
+        "--mtp-use-repeated-layer",
+        Switch.ON,
+        False,
+        "One layer predicts all further tokens.",
+        CONFIG,
+        test=TEST,
+    ),
 )

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
-from megatron.train.arguments.values import int_tuple, layer_pattern
-
-NO_MUP = "maximal update parametrisation is not there; set --lr and --init-method-std by hand"
-SEE_MHC = "see --enable-mhc-connections"
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 TITLE = "Shape of the model"
 
@@ -119,17 +115,13 @@ FLAGS: tuple[Flag, ...] = (
         test="train/test_arguments.py",
         dest="layernorm_zero_centered_gamma",
     ),
-    not_yet(
-        "--apply-residual-connection-post-layernorm",
-        Switch.ON,
-        False,
-        "the residual is taken before the norm only",
-    ),
-    not_yet(
+    works(
         "--openai-gelu",
         Switch.ON,
         False,
-        "the tanh form of GELU is not there; leave the flag out for the exact one",
+        "GELU by the hyperbolic tangent, as GPT-2 has it.",
+        "models/config.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--squared-relu",
@@ -154,8 +146,16 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Both halves of a gated MLP are clamped to this.",
         "models/config.py",
+        test="models/test_gpt.py",
     ),
-    works("--glu-linear-offset", float, 0.0, "Added to the linear half of a gated MLP.", "models/config.py"),
+    works(
+        "--glu-linear-offset",
+        float,
+        0.0,
+        "Added to the linear half of a gated MLP.",
+        "models/config.py",
+        test="models/test_gpt.py",
+    ),
     works(
         "--disable-bias-linear",
         Switch.OFF,
@@ -171,6 +171,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "A bias in the query, key and value projection although --disable-bias-linear.",
         "models/config.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--untie-embeddings-and-output-weights",
@@ -188,12 +189,6 @@ FLAGS: tuple[Flag, ...] = (
         "models/config.py",
         test="train/test_arguments_scripts.py",
     ),
-    not_yet(
-        "--qk-l2-norm",
-        Switch.ON,
-        False,
-        "the weightless L2 norm of queries and keys is not there; use --qk-layernorm",
-    ),
     works(
         "--init-method-std",
         float,
@@ -209,6 +204,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Uniform initial weights by fan-in and fan-out (Xavier) instead of normal ones.",
         "models/config.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--embedding-init-method-std",
@@ -275,60 +271,30 @@ FLAGS: tuple[Flag, ...] = (
         "logits and softmax are fp32 already, which is what the scaling protects",
     ),
     no_op("--attention-softmax-in-fp32", Switch.ON, False, "the softmax is always computed in fp32"),
-    not_yet(
-        "--softmax-type",
-        str,
-        "vanilla",
-        "only the plain softmax is there",
-        choices=(
-            "vanilla",
-            "off-by-one",
-            "learnable",
-        ),
-    ),
-    not_yet("--window-size", int_tuple, None, "sliding-window attention is not there"),
-    not_yet("--window-attn-skip-freq", layer_pattern, None, "sliding-window attention is not there"),
-    not_yet("--attention-output-gate", Switch.ON, False, "the output gate of attention is not there"),
     works(
         "--fp32-residual-connection",
         Switch.ON,
         False,
         "The residual stream is fp32 although the layers compute in bf16 or fp16.",
         "models/config.py",
+        test="models/test_gpt.py",
     ),
     no_op("--fp16-lm-cross-entropy", Switch.ON, False, "the loss is always computed in fp32"),
-    not_yet(
+    no_op(
         "--output-logit-dtype",
         str,
         None,
-        "logits have the compute dtype and the loss is computed in fp32",
+        "logits have the compute dtype, and everything computed from them is fp32",
         choices=(
             "bf16",
             "fp32",
         ),
         dest="logit_dtype",
     ),
-    not_yet("--use-mup", Switch.ON, False, NO_MUP),
-    not_yet("--mup-attn-scale-power", float, 1.0, NO_MUP),
-    not_yet("--mup-base-head-dim", float, None, NO_MUP),
-    not_yet("--mup-base-hidden-size", int, None, NO_MUP),
-    not_yet("--mup-embedding-mult", float, 1.0, NO_MUP),
-    not_yet("--mup-output-mult", float, 1.0, NO_MUP),
-    not_yet("--mup-width-mult", float, 1.0, NO_MUP),
     refused(
-        "--enable-mhc-connections",
-        Switch.ON,
-        False,
-        "manifold-constrained hyper-connections are not part of GPT, Mixtral or DeepSeek-V3",
-    ),
-    refused("--mhc-init-gating-factor", float, 0.01, SEE_MHC),
-    refused("--mhc-num-residual-streams", int, 4, SEE_MHC),
-    refused("--mhc-recompute-layer-num", int, None, SEE_MHC),
-    refused("--mhc-sinkhorn-iterations", int, 20, SEE_MHC),
-    not_yet(
         "--freeze-all-layers",
         Switch.ON,
         False,
-        "freezing by flag is not there; set requires_grad in the model",
+        "nothing would train; use --skip-train to evaluate a checkpoint",
     ),
 )

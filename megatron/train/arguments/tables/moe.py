@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, works
+from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
 from megatron.train.arguments.values import layer_pattern
 
 NOT_THERE = "it is not part of the experts here yet; leave it out"
@@ -30,7 +30,12 @@ FLAGS: tuple[Flag, ...] = (
         test="models/moe/test_config.py",
     ),
     works(
-        "--moe-ffn-hidden-size", int, None, "Inner channels of an expert; default --ffn-hidden-size.", CONFIG
+        "--moe-ffn-hidden-size",
+        int,
+        None,
+        "Inner channels of an expert; default --ffn-hidden-size.",
+        CONFIG,
+        test="models/moe/test_config.py",
     ),
     works(
         "--moe-shared-expert-intermediate-size",
@@ -55,7 +60,6 @@ FLAGS: tuple[Flag, ...] = (
         "aux_loss",
         "Balancing losses, of one microbatch, one sequence or the step so far; or sinkhorn; or none.",
         CONFIG,
-        test=ROUTER_TEST,
         nargs="+",
         choices=(
             "aux_loss",
@@ -65,7 +69,13 @@ FLAGS: tuple[Flag, ...] = (
             "quantile_balancing",
             "none",
         ),
-        refused_values=(("quantile_balancing", "balancing by quantiles is not there"),),
+        refused_values=(
+            (
+                "quantile_balancing",
+                "experimental in Megatron-LM; use --moe-router-enable-expert-bias or aux_loss",
+            ),
+        ),
+        test=ROUTER_TEST,
     ),
     works("--moe-router-topk", int, 2, "Experts of a token.", CONFIG, test=ROUTER_TEST),
     works(
@@ -82,13 +92,12 @@ FLAGS: tuple[Flag, ...] = (
         "softmax",
         "What turns logits into scores.",
         CONFIG,
-        test=ROUTER_TEST,
         choices=(
             "softmax",
             "sigmoid",
             "sqrtsoftplus",
         ),
-        refused_values=(("sqrtsoftplus", "scores by the root of softplus are not there"),),
+        test=ROUTER_TEST,
     ),
     works("--moe-router-num-groups", int, None, "Groups of experts.", CONFIG, test=ROUTER_TEST),
     works(
@@ -123,9 +132,28 @@ FLAGS: tuple[Flag, ...] = (
         test=ROUTER_TEST,
     ),
     works("--moe-router-bias-update-rate", float, 0.001, "How far the bias moves.", CONFIG, test=ROUTER_TEST),
-    not_yet("--moe-router-force-load-balancing", Switch.ON, False, NOT_THERE),
-    not_yet("--moe-router-force-biased", float, None, NOT_THERE),
-    not_yet("--moe-router-quantile-balancing-ema", float, 0.0, NOT_THERE),
+    works(
+        "--moe-router-force-load-balancing",
+        Switch.ON,
+        False,
+        "For measurements: random logits, so that all experts get as much.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    works(
+        "--moe-router-force-biased",
+        float,
+        None,
+        "For measurements: a random bias of this deviation on each expert's logits; drawn once if negative.",
+        CONFIG,
+        test=ROUTER_TEST,
+    ),
+    refused(
+        "--moe-router-quantile-balancing-ema",
+        float,
+        0.0,
+        "experimental in Megatron-LM; use --moe-router-enable-expert-bias or aux_loss",
+    ),
     works(
         "--moe-aux-loss-coeff",
         float,
@@ -152,7 +180,12 @@ FLAGS: tuple[Flag, ...] = (
         CONFIG,
         test=ROUTER_TEST,
     ),
-    not_yet("--moe-expert-rank-capacity-factor", float, None, NOT_THERE),
+    refused(
+        "--moe-expert-rank-capacity-factor",
+        float,
+        None,
+        "experimental in Megatron-LM; use --moe-expert-capacity-factor",
+    ),
     works(
         "--moe-pad-expert-input-to-capacity",
         Switch.ON,
@@ -173,8 +206,13 @@ FLAGS: tuple[Flag, ...] = (
             "position",
         ),
     ),
-    not_yet("--moe-use-upcycling", Switch.ON, False, NOT_THERE),
-    not_yet("--moe-upcycling-granularity", int, 1, NOT_THERE),
+    refused(
+        "--moe-use-upcycling",
+        Switch.ON,
+        False,
+        "weights of a dense model are not turned into experts; train the experts from the start",
+    ),
+    refused("--moe-upcycling-granularity", int, 1, "see --moe-use-upcycling"),
     works(
         "--moe-per-layer-logging",
         Switch.ON,

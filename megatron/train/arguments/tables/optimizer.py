@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
 STATES_FP32 = "optimizer states are fp32"
 SEE_OFFLOAD = "see --optimizer-cpu-offload"
@@ -165,7 +165,12 @@ FLAGS: tuple[Flag, ...] = (
     not_yet("--use-torch-optimizer-for-cpu-offload", Switch.ON, False, SEE_OFFLOAD),
     not_yet("--no-pin-cpu-grads", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_grads"),
     not_yet("--no-pin-cpu-params", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_params"),
-    not_yet("--optimizer-cuda-graph", Switch.ON, False, "graph capture is planned; leave it out"),
+    no_op(
+        "--optimizer-cuda-graph",
+        Switch.ON,
+        False,
+        "tunes kernels' launches: the optimizer is not captured in a graph",
+    ),
     not_yet("--lion-beta1", float, 0.95, "Lion is not there"),
     not_yet("--lion-beta2", float, 0.98, "Lion is not there"),
     not_yet("--muon-coefficient-type", str, "quintic", NO_MUON),

@@ -281,5 +281,10 @@ FLAGS: tuple[Flag, ...] = (
         aliases=("--disable-clone-scatter-output-in-embedding",),
         dest="clone_scatter_output_in_embedding",
     ),
-    not_yet("--fake-process-group", Switch.ON, False, "a run over a fake process group is not there"),
+    refused(
+        "--fake-process-group",
+        Switch.ON,
+        False,
+        "use --validate-only, which checks a layout for any number of ranks without starting any",
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 from megatron.train.arguments.values import layer_pattern
 
 DEEPSEEK, YARN_TEST = "models/deepseek.py", "models/test_deepseek.py"
@@ -14,9 +14,8 @@ FLAGS: tuple[Flag, ...] = (
         "--position-embedding-type",
         str,
         "learned_absolute",
-        "learned_absolute, rope or none.",
+        "learned_absolute, rope, yarn (rope that YaRN stretches) or none.",
         "models/config.py",
-        test="models/test_config.py",
         choices=(
             "learned_absolute",
             "rope",
@@ -26,10 +25,10 @@ FLAGS: tuple[Flag, ...] = (
             "none",
         ),
         refused_values=(
-            ("yarn", "YaRN is not there without --multi-latent-attention"),
             ("mrope", "multimodal rotary positions are not part of text pretraining"),
-            ("relative", "relative attention biases are not there"),
+            ("relative", "relative attention biases (T5) are not part of GPT"),
         ),
+        test="models/test_config.py",
     ),
     works(
         "--use-rotary-position-embeddings",
@@ -53,7 +52,7 @@ FLAGS: tuple[Flag, ...] = (
         int,
         10000,
         "Base of the rotary frequencies.",
-        "models/config.py",
+        "models/rotary.py",
         test="models/test_config.py",
     ),
     works(
@@ -61,7 +60,7 @@ FLAGS: tuple[Flag, ...] = (
         float,
         1.0,
         "Part of each head that is rotated.",
-        "models/config.py",
+        "models/rotary.py",
         test="models/test_config.py",
     ),
     works(
@@ -69,14 +68,15 @@ FLAGS: tuple[Flag, ...] = (
         Switch.ON,
         False,
         "Rotate neighbouring pairs instead of halves.",
-        "models/config.py",
+        "models/rotary.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--rotary-seq-len-interpolation-factor",
         int,
         None,
         "Positions are divided by this.",
-        "models/config.py",
+        "models/rotary.py",
         test="models/test_config.py",
     ),
     works(
@@ -84,7 +84,7 @@ FLAGS: tuple[Flag, ...] = (
         Switch.ON,
         False,
         "Llama 3.1's scaling of rotary frequencies.",
-        "models/config.py",
+        "models/rotary.py",
         test="models/test_config.py",
     ),
     works(
@@ -92,8 +92,8 @@ FLAGS: tuple[Flag, ...] = (
         float,
         8.0,
         "Factor of --use-rope-scaling.",
-        "models/config.py",
-        test="train/test_arguments.py",
+        "models/rotary.py",
+        test="models/test_config.py",
     ),
     works("--rotary-scaling-factor", float, 1.0, "How far YaRN stretches.", DEEPSEEK, test=YARN_TEST),
     works(
@@ -157,7 +157,14 @@ FLAGS: tuple[Flag, ...] = (
         DEEPSEEK,
         test=YARN_TEST,
     ),
-    not_yet("--no-rope-freq", layer_pattern, None, "layers without rotary positions are not there"),
+    works(
+        "--no-rope-freq",
+        layer_pattern,
+        None,
+        "Every n-th layer has no rotary positions, or a list of those without.",
+        "models/variants.py",
+        test="models/test_gpt.py",
+    ),
     refused(
         "--mrope-section",
         int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, works
 
 NO_OFFLOAD = "activations stay on the device; use --recompute-granularity"
 
@@ -58,11 +58,11 @@ FLAGS: tuple[Flag, ...] = (
         test="models/test_block.py",
         nargs="+",
     ),
-    not_yet(
+    no_op(
         "--distribute-saved-activations",
         Switch.ON,
         False,
-        "saved activations stay on their rank; use --sequence-parallel",
+        "tunes memory: saved activations stay on their rank; --sequence-parallel cuts them",
     ),
     not_yet("--cpu-offloading-num-layers", int, 0, NO_OFFLOAD),
     not_yet("--cpu-offloading-retain-pinned-cpu-buffers", Switch.ON, False, NO_OFFLOAD),

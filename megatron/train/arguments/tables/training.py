@@ -216,7 +216,7 @@ FLAGS: tuple[Flag, ...] = (
             2,
         ),
     ),
-    not_yet("--train-sync-interval", int, None, "the device is read once a step"),
+    no_op("--train-sync-interval", int, None, "each step waits for the device once, for its numbers"),
     not_yet(
         "--check-weight-hash-across-dp-replicas-interval", int, None, "replicas are not compared during a run"
     ),
@@ -273,5 +273,10 @@ FLAGS: tuple[Flag, ...] = (
     not_yet("--pretrained-checkpoint", str, None, "use --load with --finetune"),
     no_op("--local-rank", int, 0, "taken from the launcher's environment"),
     refused("--lazy-mpu-init", Switch.ON, False, "process groups are made once, by the launch"),
-    not_yet("--mlp-chunks-for-training", int, 1, "the MLP runs on whole sequences"),
+    no_op(
+        "--mlp-chunks-for-training",
+        int,
+        1,
+        "tunes memory: the MLP runs on whole sequences, with the same result",
+    ),
 )

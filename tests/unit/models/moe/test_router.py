@@ -51,6 +51,8 @@ def naive_choice(logits: list[float], config: MoEConfig, bias: list[float]) -> t
     row = torch.tensor(logits, dtype=torch.float64)
     soft = config.score_function == "softmax"
     values = row.softmax(0) if soft else row.sigmoid()
+    if config.score_function == "sqrtsoftplus":
+        values = (1 + row.exp()).log() ** 0.5
     ranked = values + torch.tensor(bias, dtype=torch.float64)
     allowed = list(range(len(logits)))
     if config.num_groups:
@@ -73,6 +75,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"topk": 1, "pre_softmax": True, "topk_scaling_factor": 2.0},
     {"topk": 2, "score_function": "sigmoid"},
     {"topk": 1, "score_function": "sigmoid"},
+    {"topk": 3, "score_function": "sqrtsoftplus", "enable_expert_bias": True},
     {"topk": 4, "num_groups": 4, "group_topk": 2, "topk_scaling_factor": 2.5, **SIGMOID},
     {"topk": 2, "num_groups": 2, "group_topk": 1, "pre_softmax": True},
 ]
@@ -94,6 +97,23 @@ def test_choice_and_weights(changes, seed):
         chosen, expected = naive_choice(logits[t].tolist(), config, bias.tolist())
         assert experts[t].tolist() == chosen
         assert weights[t].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_forced_routes():
+    """Random logits spread tokens that all want one expert, and keep the gradient; a bias does the reverse."""
+    hidden = hidden_states(100, 4)
+    router, _ = build(topk=1, pre_softmax=True, force_load_balancing=True)
+    with torch.no_grad():
+        router.weight.zero_()[0] = 100.0
+    routing = router(hidden)
+    assert torch.bincount(routing.experts.flatten(), minlength=4).min() > 60
+    routing.weights.sum().backward()
+    assert router.weight.grad.norm() > 0
+    for std, changes in ((50.0, True), (-50.0, False)):
+        router, _ = build(topk=1, pre_softmax=True, force_biased=std)
+        torch.manual_seed(0)
+        seen = {tuple(router(hidden).experts.flatten().unique().tolist()) for _ in range(12)}
+        assert all(len(experts) == 1 for experts in seen) and (len(seen) > 1) is changes
 
 
 def test_sinkhorn_spreads_tokens():
