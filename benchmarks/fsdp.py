@@ -20,7 +20,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,6 +42,7 @@ class Report:
     peak_rss_mb: float = 0.0
     peak_live_mb: float = 0.0
     wire: dict[str, tuple[int, float]] | None = None
+    phases: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
@@ -129,11 +130,13 @@ def rank_main(rank: int, ranks: int, port: int, variant: Variant, orders: Connec
             orders.send((rss, count_wire(trainee), peak_live_bytes(trainee) / 1e6))
             continue
         dist.barrier()
+        seconds: dict[str, float] = {}
         start = time.perf_counter()
         for _ in range(order):
-            trainee.step()
+            trainee.step(seconds)
         dist.barrier()
-        orders.send((time.perf_counter() - start) * 1000 / order)
+        total = (time.perf_counter() - start) * 1000 / order
+        orders.send((total, {name: value * 1000 / order for name, value in seconds.items()}))
     dist.destroy_process_group()
 
 
@@ -182,7 +185,9 @@ def measure(options: argparse.Namespace) -> dict[str, Report]:
     reports = {name: Report([]) for name in groups}
     for _ in range(options.rounds):
         for name, group in groups.items():
-            reports[name].step_ms.append(max(group.order(options.steps)))
+            answers = group.order(options.steps)
+            reports[name].step_ms.append(max(total for total, _ in answers))
+            reports[name].phases += [phases for _, phases in answers]
     for name, group in groups.items():
         measured = group.order("measure")
         reports[name].peak_rss_mb = max(rss for rss, _, _ in measured)
@@ -215,6 +220,16 @@ def print_table(reports: dict[str, Report], ranks: int) -> None:
         print(f"- {name}: {', '.join(parts) or 'nothing'}")
 
 
+def print_phases(reports: dict[str, Report]) -> None:
+    """Print the median milliseconds of each phase of a step, so that a slower step can be placed."""
+    names = list(next(iter(reports.values())).phases[0])
+    print("\nMilliseconds of a step's phases, of a rank's main thread:\n")
+    print(f"| variant | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
+    for variant, report in reports.items():
+        medians = [f"{statistics.median(phases[name] for phases in report.phases):.0f}" for name in names]
+        print(f"| {variant} | {' | '.join(medians)} |")
+
+
 def main() -> None:
     """Parse the command line, measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -228,7 +243,9 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {options.ranks} gloo ranks, {options.dtype}, {options.rounds} rounds\n"
     )
-    print_table(measure(options), options.ranks)
+    reports = measure(options)
+    print_table(reports, options.ranks)
+    print_phases(reports)
 
 
 if __name__ == "__main__":

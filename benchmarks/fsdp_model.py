@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,12 +61,27 @@ class Trainee:
         else:
             self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
-    def step(self) -> None:
-        """Forward, backward, gradients synchronised, optimizer."""
-        self.forward().backward()
-        self.finish()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def step(self, seconds: dict[str, float] | None = None) -> None:
+        """Forward, backward, gradients synchronised, optimizer; adds the seconds of each phase to `seconds`."""
+        phases: dict[str, Callable[[], None]] = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "finish": self.finish,
+            "optimizer": self.optimizer.step,  # type: ignore[dict-item]
+            "zero_grad": self.optimizer.zero_grad,
+        }
+        for name, run in phases.items():
+            start = time.perf_counter()
+            run()
+            if seconds is not None:
+                seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _forward(self) -> None:
+        self._loss = self.forward()
+
+    def _backward(self) -> None:
+        self._loss.backward()
+        del self._loss
 
     def forward(self) -> Tensor:
         """Mean loss of the batch."""

@@ -6,7 +6,8 @@ that a backend that can coalesce launches them as one, and returns a pending ope
 Note [gloo]
 gloo's reduce_scatter puts as many bytes on the wire as an all_reduce, and its collectives run in order in one worker
 thread. Here every rank sends each peer its slot and sums what it received, in fp32 whatever went over the wire: the
-least bytes possible, and the sends of different operations overlap. Every message has a tag of its own from a counter
+least bytes possible, and the sends of different operations overlap. Only an all-reduce in a wide dtype is gloo's
+own: it sends as little, and its local sums run in gloo's threads. Every message has a tag of its own from a counter
 per process group, so that matching never depends on when a rank posts it. docs/benchmarks.md has the measurements.
 
 Note [NCCL]
@@ -31,6 +32,7 @@ from torch import Tensor
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_NARROW = (torch.bfloat16, torch.float16)
 _FIRST_TAG = 1 << 16
 # Counters per live process group, shared by everything in the process that uses the group: one for gathers, one for
 # reductions, because how these two interleave may differ between ranks (schedule.py, Note [One order]).
@@ -275,7 +277,7 @@ def _gloo_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Reduc
     def add_received() -> None:
         for index, parts in enumerate(received):
             total = reduction.results[index]
-            if total.dtype in (torch.bfloat16, torch.float16):
+            if total.dtype in _NARROW:
                 total = total.float()
             for part in parts.unbind():
                 total.add_(part)
@@ -287,7 +289,9 @@ def _gloo_reduce_scatter(comm: Communicator, buffers: Sequence[Tensor]) -> Reduc
 
 
 def _gloo_all_reduce(comm: Communicator, buffers: Sequence[Tensor]) -> Reduction:
-    if any(buffer.numel() % comm.size for buffer in buffers):
+    if all(buffer.dtype not in _NARROW for buffer in buffers) or any(
+        buffer.numel() % comm.size for buffer in buffers
+    ):
         works = []
         for buffer in buffers:
             works.append(dist.all_reduce(buffer, group=comm.group, async_op=True))

@@ -14,7 +14,10 @@ from megatron.fsdp.unit import Unit
 
 
 class Reducer:
-    """Keeps at most `max_reductions` launches in flight; waiting for one delivers it to `.grad`."""
+    """Keeps at most `max_reductions` launches of temporary buffers in flight; waiting for one delivers it to `.grad`.
+
+    Launches of persistent buffers hold no memory that the wait would free: any number of them may be in flight.
+    """
 
     def __init__(self, streams: Streams, max_reductions: int) -> None:
         self.streams = streams
@@ -47,10 +50,17 @@ class Reducer:
                     launch = comm.reduce_scatter if sharded else comm.all_reduce
                     reduction = launch([group.gradients.take_wire() for group in members])
                 self._in_flight.append((members, reduction, last))
+        self.poll()
+        while self._num_temporary() > self.max_reductions:
+            self._finish_oldest()
+
+    def poll(self) -> None:
+        """Let launches whose messages have arrived do their local part, without waiting."""
         for _, reduction, _ in self._in_flight:
             reduction.poll()
-        while len(self._in_flight) > self.max_reductions:
-            self._finish_oldest()
+
+    def _num_temporary(self) -> int:
+        return sum(members[0].placements.gradients_sharded for members, _, _ in self._in_flight)
 
     def finish(self) -> None:
         """Wait until everything that was launched has been delivered."""

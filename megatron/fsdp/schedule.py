@@ -92,6 +92,8 @@ class Engine:
             self.launch_gather(
                 unit, [group for group in unit.groups if not group.placements.parameters_released]
             )
+        for unit in self.forward_order[: 1 + self.prefetch]:
+            self.launch_gather(unit, unit.used_groups)
 
     def end_forward(self) -> None:
         """The root forward is complete: remember its order."""
@@ -191,6 +193,7 @@ class Engine:
         if invocation in unit.in_backward:
             return
         unit.in_backward.add(invocation)
+        self.reducer.poll()
         if unit.backward_needs_parameters:
             self.acquire(unit)
         unit.phase = Phase.BACKWARD

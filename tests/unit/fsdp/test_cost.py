@@ -41,7 +41,7 @@ def traffic(rank, world_size, strategy, microbatches):
     sizes = {}
     for unit in model.engine.units:
         sizes[unit.name] = sum(group.layout.numel for group in unit.groups) * 8
-    counted = {"all_gather": (0, 0), "reduce_scatter": (0, 0)}
+    counted = {"all_gather": (0, 0), "reduce_scatter": (0, 0), "all_reduce": (0, 0)}
     for comm in (comms.gather, comms.reduce):
         for name, count in comm.traffic.items():
             calls, size = counted[name]
@@ -66,12 +66,15 @@ def test_bytes_and_calls_are_minimal(strategy, world_size, microbatches):
             gather_calls = (all_groups + sum(groups[name] for name in again)) * microbatches
             gathered *= microbatches
         elif strategy == "no_shard":
-            gathered, gather_calls = all_bytes, all_groups  # the second half of an all-reduce on gloo
+            assert counted["all_reduce"] == (all_groups, 2 * all_bytes * share)
+            assert counted["all_gather"] == counted["reduce_scatter"] == (0, 0)
+            continue
         else:
             gathered, gather_calls = all_bytes, all_groups
         reductions = microbatches if strategy in ("optim_grads", "optim_grads_params") else 1
         assert counted["all_gather"] == (gather_calls, gathered * share)
         assert counted["reduce_scatter"] == (all_groups * reductions, all_bytes * reductions * share)
+        assert counted["all_reduce"] == (0, 0)
 
 
 def storages(model: nn.Module, optim: torch.optim.Optimizer) -> int:

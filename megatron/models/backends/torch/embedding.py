@@ -21,6 +21,8 @@ class VocabParallelEmbedding(nn.Module):
     Arguments as Backend.VocabParallelEmbedding, and LayerOptions or its fields. Its gradient is autograd's.
     """
 
+    fsdp_backward_needs_parameters = False  # the gradient of a lookup needs the words, not the weight
+
     def __init__(
         self,
         num_embeddings: int,
