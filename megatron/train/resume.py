@@ -185,12 +185,14 @@ def _load(run: Run, root: Path, iteration: int) -> tuple[Progress, list[str]]:
             f"random states belong to {record.world_size} ranks{_in_words(record.layout)}, this run has "
             f"{run.launch.world_size}{_in_words(_layout(run))}: dropout continues with fresh ones"
         )
-    run.state.schedule.load_state_dict(
-        dict(record.schedule),
-        override=config.override_opt_param_scheduler,
-        use_checkpoint=config.use_checkpoint_opt_param_scheduler,
-    )
-    run.state.scaler.load_state_dict(dict(record.scaler))
+    if record.schedule:  # a converted model has none: this run's begins
+        run.state.schedule.load_state_dict(
+            dict(record.schedule),
+            override=config.override_opt_param_scheduler,
+            use_checkpoint=config.use_checkpoint_opt_param_scheduler,
+        )
+    if record.scaler:
+        run.state.scaler.load_state_dict(dict(record.scaler))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same sentences come back as values
         lines += run.data.load_state_dict(record.data)

@@ -22,6 +22,7 @@ from megatron.train.checkpoint.load import DamagedCheckpointError, LoadOptions, 
 from megatron.train.checkpoint.ranks import Ranks
 from megatron.train.checkpoint.reader import CheckpointReader
 from megatron.train.checkpoint.record import (
+    FREE_MODEL_FIELDS,
     Progress,
     RunRecord,
     check_same_model,
@@ -40,6 +41,7 @@ from megatron.train.checkpoint.verify import (
 
 __all__ = [
     "CHECKSUM_FILE",
+    "FREE_MODEL_FIELDS",
     "MARKER",
     "METADATA_FILE",
     "RUN_FILE",

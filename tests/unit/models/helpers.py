@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from megatron.models.backends.base import LayerOptions
@@ -10,6 +12,9 @@ from megatron.models.config import ModelConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tools.convert.deferred import values_of
+from megatron.tools.convert.import_hugging_face import read_model
+from megatron.tools.convert.records import differences
 
 TINY = {
     "num_layers": 2,
@@ -58,3 +63,12 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """||a - b|| / ||b|| in float64."""
     a, b = a.detach().double(), b.detach().double()
     return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
+
+
+def converted(theirs, config: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a transformers model by our names, as the conversion tool reads them from its files."""
+    theirs.save_pretrained(folder)
+    source = read_model(folder)
+    assert differences(config, source.model) == []
+    tensors = source.deferred()
+    return {key.partition(".")[2]: values_of(tensor) for key, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from megatron.models.config import RotaryConfig
-from tests.unit.models.helpers import build_gpt, random_batch, relative_error, tiny_config
+from tests.unit.models.helpers import build_gpt, converted, random_batch, relative_error, tiny_config
 
 LLAMA_SHAPE = {
     "hidden_size": 48,
@@ -90,69 +90,9 @@ def gpt2():
     )
 
 
-def interleave_groups(query, key, value, config):
-    """Separate projections [heads * d, ...] into rows by query group: its queries, its key, its value."""
-    groups, d = config.num_query_groups, config.kv_channels
-    pieces = [item.reshape(groups, -1, d, *item.shape[1:]) for item in (query, key, value)]
-    return torch.cat(pieces, dim=1).reshape(-1, *query.shape[1:])
-
-
-def from_llama(state, config):
-    ours = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-    }
-    if config.untie_embeddings_and_output_weights:
-        ours["output_layer.weight"] = state["lm_head.weight"]
-    for layer in range(config.num_layers):
-        theirs, mine = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        qkv = [state[theirs + f"self_attn.{name}_proj.weight"] for name in "qkv"]
-        mlp = {name: state[theirs + f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")}
-        ours[mine + "self_attention.linear_qkv.layer_norm_weight"] = state[theirs + "input_layernorm.weight"]
-        ours[mine + "self_attention.linear_qkv.weight"] = interleave_groups(*qkv, config)
-        ours[mine + "self_attention.linear_proj.weight"] = state[theirs + "self_attn.o_proj.weight"]
-        ours[mine + "mlp.linear_fc1.layer_norm_weight"] = state[theirs + "post_attention_layernorm.weight"]
-        ours[mine + "mlp.linear_fc1.weight"] = torch.cat([mlp["gate"], mlp["up"]])
-        ours[mine + "mlp.linear_fc2.weight"] = mlp["down"]
-        if config.qk_layernorm:
-            for name in "qk":
-                ours[mine + f"self_attention.{name}_layernorm.weight"] = state[
-                    theirs + f"self_attn.{name}_norm.weight"
-                ]
-    return ours
-
-
-def from_gpt2(state, config):
-    ours = {
-        "embedding.word_embeddings.weight": state["transformer.wte.weight"],
-        "embedding.position_embeddings.weight": state["transformer.wpe.weight"],
-        "decoder.final_layernorm.weight": state["transformer.ln_f.weight"],
-        "decoder.final_layernorm.bias": state["transformer.ln_f.bias"],
-    }
-    names = {
-        "attn.c_attn": "self_attention.linear_qkv",
-        "attn.c_proj": "self_attention.linear_proj",
-        "mlp.c_fc": "mlp.linear_fc1",
-        "mlp.c_proj": "mlp.linear_fc2",
-    }
-    for layer in range(config.num_layers):
-        theirs, mine = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
-        for part in ("weight", "bias"):
-            for source, target in names.items():
-                value = state[
-                    f"{theirs}{source}.{part}"
-                ].T  # GPT-2 keeps [in, out]; a bias has nothing to turn
-                if source == "attn.c_attn":
-                    value = interleave_groups(*value.chunk(3), config)
-                ours[f"{mine}{target}.{part}"] = value
-            ours[f"{mine}self_attention.linear_qkv.layer_norm_{part}"] = state[f"{theirs}ln_1.{part}"]
-            ours[f"{mine}mlp.linear_fc1.layer_norm_{part}"] = state[f"{theirs}ln_2.{part}"]
-    return ours
-
-
 @pytest.mark.parametrize("make", [llama, llama3, qwen3, gpt2])
 @pytest.mark.filterwarnings("ignore")
-def test_equals_hugging_face(make):
+def test_equals_hugging_face(make, tmp_path):
     """Logits and the gradient of every input embedding; rotary positions, groups, gates, q/k norm by witnesses."""
     torch.manual_seed(4)
     theirs, config = make()
@@ -162,9 +102,8 @@ def test_equals_hugging_face(make):
             is_gain = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(1 + noise if is_gain else noise)
     theirs.eval()
-    convert = from_gpt2 if make is gpt2 else from_llama
     model = build_gpt(config)
-    model.load_state_dict(convert(theirs.state_dict(), config))
+    model.load_state_dict(converted(theirs, config, tmp_path))
 
     tokens, labels = random_batch(config, length=40)
     inputs = theirs.get_input_embeddings()(tokens).detach().requires_grad_()

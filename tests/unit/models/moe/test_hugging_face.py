@@ -6,6 +6,8 @@ For RoPE pairs, latent attention, YaRN, routing, groups, gates and shared expert
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from megatron.models.init import Initializer, materialise
 from megatron.models.moe.config import MoEConfig
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.pool import run_ranks
-from tests.unit.models.helpers import random_batch, relative_error
+from tests.unit.models.helpers import converted, random_batch, relative_error
 from tests.unit.models.moe.shapes import load_whole
 
 LENGTH = 20
@@ -143,81 +145,6 @@ def deepseek_v3():
 MODELS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3}
 
 
-def interleave_groups(query: Tensor, key: Tensor, value: Tensor, config: ModelConfig) -> Tensor:
-    groups, d = config.num_query_groups, config.kv_channels
-    pieces = [item.reshape(groups, -1, d, *item.shape[1:]) for item in (query, key, value)]
-    return torch.cat(pieces, dim=1).reshape(-1, *query.shape[1:])
-
-
-def converted(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Their weights under our names."""
-    ours = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
-    for layer in range(config.num_layers):
-        theirs, mine = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        take = lambda name, prefix=theirs: state[prefix + name]
-        attention = latent_attention(take) if config.mla else grouped_attention(take, config)
-        ours |= {mine + name: value for name, value in attention.items()}
-        assert config.moe is not None
-        make = experts if config.moe.has_experts(layer) else dense
-        ours |= {mine + name: value for name, value in make(take, state, theirs, config).items()}
-    return ours
-
-
-def grouped_attention(take: Any, config: ModelConfig) -> dict[str, Tensor]:
-    qkv = [take(f"self_attn.{name}_proj.weight") for name in "qkv"]
-    found = {
-        "self_attention.linear_qkv.layer_norm_weight": take("input_layernorm.weight"),
-        "self_attention.linear_qkv.weight": interleave_groups(*qkv, config),
-        "self_attention.linear_proj.weight": take("self_attn.o_proj.weight"),
-    }
-    if config.qk_layernorm:
-        found |= {f"self_attention.{n}_layernorm.weight": take(f"self_attn.{n}_norm.weight") for n in "qk"}
-    return found
-
-
-def latent_attention(take: Any) -> dict[str, Tensor]:
-    names = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-        "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
-        "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-        "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-        "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
-        "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    }
-    return {mine: take(theirs) for mine, theirs in names.items()}
-
-
-def dense(take: Any, state: dict[str, Tensor], prefix: str, config: ModelConfig) -> dict[str, Tensor]:
-    return {
-        "mlp.linear_fc1.layer_norm_weight": take("post_attention_layernorm.weight"),
-        "mlp.linear_fc1.weight": torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]),
-        "mlp.linear_fc2.weight": take("mlp.down_proj.weight"),
-    }
-
-
-def experts(take: Any, state: dict[str, Tensor], prefix: str, config: ModelConfig) -> dict[str, Tensor]:
-    found = {
-        "pre_mlp_layernorm.weight": take("post_attention_layernorm.weight"),
-        "mlp.router.weight": take("mlp.gate.weight"),
-    }
-    for i, (up, down) in enumerate(
-        zip(take("mlp.experts.gate_up_proj"), take("mlp.experts.down_proj"), strict=True)
-    ):
-        found |= {f"mlp.experts.linear_fc1.weight{i}": up, f"mlp.experts.linear_fc2.weight{i}": down}
-    if prefix + "mlp.gate.e_score_correction_bias" in state:
-        found["mlp.router.expert_bias"] = take("mlp.gate.e_score_correction_bias")
-        shared = [take(f"mlp.shared_experts.{name}_proj.weight") for name in ("gate", "up")]
-        found["mlp.shared_experts.linear_fc1.weight"] = torch.cat(shared)
-        found["mlp.shared_experts.linear_fc2.weight"] = take("mlp.shared_experts.down_proj.weight")
-    return found
-
-
 @functools.cache
 def witness(name: str) -> tuple[dict[str, Tensor], ModelConfig, Tensor, Tensor]:
     """(weights by our names, config, logits, gradient of the input embeddings)."""
@@ -235,8 +162,9 @@ def witness(name: str) -> tuple[dict[str, Tensor], ModelConfig, Tensor, Tensor]:
     inputs = theirs.get_input_embeddings()(tokens).detach().requires_grad_()
     logits = theirs(inputs_embeds=inputs).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    state = {key: value.detach() for key, value in theirs.state_dict().items()}
-    return converted(state, config), config, logits.detach(), inputs.grad
+    with tempfile.TemporaryDirectory() as folder:
+        state = converted(theirs, config, Path(folder))
+    return state, config, logits.detach(), inputs.grad
 
 
 def run_rank(rank, world_size, state, config, sizes, sequence_parallel):
