@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.models.auxiliary import AuxiliaryLosses
 from megatron.models.config import ModelConfig
 from megatron.parallel.annotate import ParameterAnnotation, annotate
+from megatron.parallel.recompute import DiscardedOutput
 
 if TYPE_CHECKING:
     from megatron.models.backends.base import Backend
@@ -158,6 +159,7 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context) if spec.pre_mlp_layernorm else None
         self.mlp = spec.mlp(context)
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, backend)
+        self._discards_norms = config.recompute.selects("layernorm")
         recompute_name = getattr(self.mlp, "recompute_name", None)
         self._checkpoint_mlp = (
             backend.checkpoint if recompute_name and config.recompute.selects(recompute_name) else None
@@ -165,15 +167,21 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
+        hidden = self._add(hidden, self.input_layernorm, lambda x: self.self_attention(x, inputs))
+        return self._add(hidden, self.pre_mlp_layernorm, self._run_mlp)
+
+    def _run_mlp(self, x: Tensor) -> Tensor:
+        return self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)
+
+    def _add(self, hidden: Tensor, norm: nn.Module | None, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """hidden + dropout(part(norm(hidden))); norm None: it is fused into the part."""
         x = self._compute_input(hidden)
-        if self.input_layernorm is not None:
-            x = self.input_layernorm(x)
-        residual = x.to(hidden.dtype) if self._from_norm else hidden
-        hidden = residual + self.hidden_dropout(self.self_attention(x, inputs))
-        x = self._compute_input(hidden)
-        if self.pre_mlp_layernorm is not None:
-            x = self.pre_mlp_layernorm(x)
-        y = self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)
+        discarded = DiscardedOutput() if self._discards_norms and norm is not None else None
+        if norm is not None:
+            x = norm(x) if discarded is None else discarded.call(norm, x)
+        y = part(x)
+        if discarded is not None:
+            discarded.discard(y)
         residual = x.to(hidden.dtype) if self._from_norm else hidden
         return residual + self.hidden_dropout(y)
 

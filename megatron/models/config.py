@@ -14,56 +14,13 @@ from typing import Any
 from megatron.models.deepseek import MLAConfig, MTPConfig
 from megatron.models.init import InitSpec
 from megatron.models.moe.config import MoEConfig
+from megatron.models.recompute import RecomputeConfig, recompute_from_arguments
 from megatron.models.rotary import RotaryConfig, positive, rotary_from_arguments
 from megatron.models.variants import Variants
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu", "relu")
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe")
-
-
-@dataclass(frozen=True)
-class RecomputeConfig:
-    """Which activations are thrown away in forward and computed again in backward.
-
-    Attributes:
-        granularity: None keeps everything, "full" checkpoints whole layers, "selective" some `modules`.
-        method: of full: "uniform" checkpoints runs of `num_layers` layers; "block" checkpoints the first
-            `num_layers` layers of a pipeline stage one by one and keeps the rest.
-        num_layers: of full.
-        modules: of selective: "core_attn", "mlp", "moe", and "layernorm" for norms that stand alone (a norm that is
-            fused with the linear after it belongs to that linear and is kept).
-    """
-
-    granularity: str | None = None
-    method: str | None = None
-    num_layers: int | None = None
-    modules: tuple[str, ...] = ("core_attn",)
-
-    def __post_init__(self) -> None:
-        _one_of("--recompute-granularity", self.granularity, (None, "full", "selective"))
-        if self.granularity == "full":
-            _one_of(
-                "--recompute-method (with --recompute-granularity full)", self.method, ("uniform", "block")
-            )
-            if self.num_layers is None or self.num_layers < 1:
-                raise ValueError(
-                    f"--recompute-num-layers {self.num_layers}: granularity full needs a number >= 1"
-                )
-            return
-        if self.method is not None or self.num_layers is not None:
-            raise ValueError(
-                f"--recompute-method {self.method} and --recompute-num-layers {self.num_layers} belong to "
-                f"--recompute-granularity full, not to {self.granularity}: drop them or ask for full"
-            )
-        if self.granularity == "selective":
-            for module in self.modules:
-                _one_of("--recompute-modules", module, RECOMPUTE_MODULES)
-
-    def selects(self, module: str) -> bool:
-        """Whether selective recompute covers `module`."""
-        return self.granularity == "selective" and module in self.modules
 
 
 @dataclass(frozen=True)
@@ -166,6 +123,14 @@ class ModelConfig:
             )
 
     def _check_parts(self) -> None:
+        experts = self.moe is not None and any(self.moe.pattern)
+        shared = self.moe is not None and self.moe.shared_expert_intermediate_size is not None
+        self.recompute.check(
+            latent=self.mla is not None,
+            experts=experts,
+            shared=experts and shared,
+            residual_from_norm=self.variants.residual_post_layernorm,
+        )
         if self.moe is not None and len(self.moe.pattern) != self.num_layers:
             raise ValueError(
                 f"--moe-layer-freq describes {len(self.moe.pattern)} layers, but --num-layers is "
@@ -304,7 +269,7 @@ class ModelConfig:
             given["cp_comm_type"] = tuple(given["cp_comm_type"])
         given["activation"], given["gated_linear_unit"] = _activation_of(arguments)
         given["rotary"] = rotary_from_arguments(arguments)
-        given["recompute"] = _recompute_of(arguments)
+        given["recompute"] = recompute_from_arguments(arguments)
         if getattr(arguments, "use_rotary_position_embeddings", False):
             given["position_embedding_type"] = "rope"
         if not getattr(arguments, "add_position_embedding", True):
@@ -331,22 +296,6 @@ def _activation_of(arguments: Any) -> tuple[str, bool]:
         "openai_gelu": ("gelu_tanh", False),
     }
     return table[chosen[0]] if chosen else ("gelu", False)
-
-
-def _recompute_of(arguments: Any) -> RecomputeConfig:
-    granularity = getattr(arguments, "recompute_granularity", None)
-    if getattr(arguments, "recompute_activations", False):
-        if granularity == "full":
-            raise ValueError(
-                "--recompute-activations means --recompute-granularity selective: drop one of the two"
-            )
-        granularity = "selective"
-    return RecomputeConfig(
-        granularity=granularity,
-        method=getattr(arguments, "recompute_method", None),
-        num_layers=getattr(arguments, "recompute_num_layers", None),
-        modules=tuple(getattr(arguments, "recompute_modules", None) or ("core_attn",)),
-    )
 
 
 def _flag(name: str) -> str:

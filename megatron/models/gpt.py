@@ -30,7 +30,6 @@ from megatron.models.mtp import MultiTokenPrediction, PredictionTargets
 from megatron.models.rope import rotary_table
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
 from megatron.parallel.context import Documents
-from megatron.parallel.loss import vocab_parallel_cross_entropy
 
 if TYPE_CHECKING:
     from megatron.models.backends.base import Backend
@@ -160,13 +159,8 @@ class GPTModel(nn.Module):
 
     def _build_head(self, backend: Backend) -> nn.Module:
         config = self.config
-        head = backend.Linear(
-            config.hidden_size,
-            config.padded_vocab_size,
-            bias=False,
-            parallel_mode="column",
-            init_std=config.init_method_std,
-            name="output_layer",
+        head = backend.VocabParallelHead(
+            config.hidden_size, config.padded_vocab_size, init_std=config.init_method_std
         )
         if not config.untie_embeddings_and_output_weights:
             assert self.embedding is not None
@@ -229,9 +223,8 @@ class GPTModel(nn.Module):
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Losses [b, s] of normalised hidden states."""
         assert self.output_layer is not None
-        logits = self.output_layer(self._for_head(hidden))
-        real = self._num_real_columns(logits.shape[-1])
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self._mesh.group("tp"), real)
+        real = self._num_real_columns(self.config.padded_vocab_size // self._mesh.size("tp"))
+        losses: Tensor = self.output_layer(self._for_head(hidden), labels=labels.t(), num_real=real)
         return losses.t().contiguous()
 
     def _for_head(self, hidden: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from megatron.models.deepseek import MLAConfig
 from megatron.models.mlp import set_weight_init
 from megatron.models.rope import apply_rotary
 from megatron.parallel.collectives import all_gather, copy_to
+from megatron.parallel.recompute import DiscardedOutput
 
 if TYPE_CHECKING:
     from megatron.models.block import AttentionInputs, LayerContext
@@ -44,6 +45,7 @@ class LatentAttention(nn.Module):
         self._interleaved = config.rotary.interleaved
         self._group, self._gathers = mesh.group("tp"), context.backend.options.sequence_parallel
         self._checkpoint = context.backend.checkpoint if config.recompute.selects("core_attn") else None
+        self._discards_heads = config.recompute.selects("mla_up_proj")
         self._build_query(context, mla)
         self._build_key_value(context, mla)
         self.core_attention = context.backend.DotProductAttention(
@@ -79,24 +81,36 @@ class LatentAttention(nn.Module):
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: normalised [s, b, hidden] (s / tp under sequence parallelism) -> the same shape."""
         assert inputs.rotary is not None, "latent attention needs rotary positions"
-        query, key, value = self._project(hidden, inputs.rotary)
+        latents, rotary = self._latents(hidden), inputs.rotary
+        discarded = DiscardedOutput() if self._discards_heads else None
+        if discarded is None:
+            query, key, value = self._heads(*latents, rotary)
+        else:
+            query, key, value = discarded.call(lambda *latents: self._heads(*latents, rotary), *latents)
         if self._checkpoint is None:
             attended = self._attend(query, key, value, inputs)
         else:
             attended = self._checkpoint(self._attend, query, key, value, inputs)
+        if discarded is not None:
+            discarded.discard(attended)
         return self.linear_proj(attended)
 
-    def _project(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [s, b, heads, qk + pos], value [s, b, heads, v] of this rank's heads."""
+    def _latents(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of queries (hidden itself without a query latent), of keys and values, and the rotary part of the key."""
         mla = self._mla
-        if self.linear_q_proj is None:
-            query = self.linear_q_up_proj(self.linear_q_down_proj(hidden))
-        else:
-            query = self.linear_q_proj(hidden)
-        query = query.unflatten(-1, (-1, mla.query_head_dim))
+        query = hidden if self.linear_q_proj is not None else self.linear_q_down_proj(hidden)
         latent, shared = self.linear_kv_down_proj(hidden).split(
             (mla.kv_lora_rank, mla.qk_pos_emb_head_dim), -1
         )
+        return query, latent, shared
+
+    def _heads(
+        self, query: Tensor, latent: Tensor, shared: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key [s, b, heads, qk + pos], value [s, b, heads, v] of this rank's heads."""
+        mla = self._mla
+        query = self.linear_q_up_proj(query) if self.linear_q_proj is None else self.linear_q_proj(query)
+        query = query.unflatten(-1, (-1, mla.query_head_dim))
         shared = all_gather(shared, self._group) if self._gathers else copy_to(shared, self._group)
         key_value = self.linear_kv_up_proj(latent).unflatten(-1, (-1, mla.qk_head_dim + mla.v_head_dim))
         key, value = key_value.split((mla.qk_head_dim, mla.v_head_dim), -1)

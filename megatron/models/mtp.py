@@ -72,6 +72,9 @@ class MultiTokenPrediction(nn.Module):
             for number in numbers
         ]
         self.layers = nn.ModuleList([PredictionLayer(spec, each) for each in contexts])
+        recompute = config.recompute
+        whole = recompute.granularity == "full" and recompute.method == "uniform"
+        self._checkpoint = context.backend.checkpoint if whole else None
         self._auxiliary: AuxiliaryLosses = context.auxiliary
         self._mesh: ParallelMesh = context.mesh
 
@@ -99,7 +102,11 @@ class MultiTokenPrediction(nn.Module):
         for depth in range(self._mtp.num_layers):
             layer = self.layers[min(depth, len(self.layers) - 1)]
             tokens, labels, valid = (roll_left(x.contiguous(), 1, group) for x in (tokens, labels, valid))
-            hidden = layer(embed(tokens, targets.position_ids), hidden, inputs)
+            embedded = embed(tokens, targets.position_ids)
+            if self._checkpoint is None:
+                hidden = layer(embedded, hidden, inputs)
+            else:
+                hidden = self._checkpoint(layer, embedded, hidden, inputs)
             losses = losses_of(hidden, labels)
             count = launch_all_reduce(valid.sum(), group).wait().clamp(min=1.0)
             value = (losses * valid).sum() / count

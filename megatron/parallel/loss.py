@@ -7,7 +7,8 @@ vocabulary.
 
 Note "Chunks": rows are worked off in chunks, so that what exists in fp32 at any time is a chunk of rows. The
 logits of `vocab_parallel_cross_entropy` stay as they came, in the compute dtype; `linear_cross_entropy` never
-has more than a chunk of them in any dtype, and pays with one more GEMM in backward.
+has more than a chunk of them in any dtype, and pays with one more GEMM in backward, unless they are a small chunk
+anyway, which it keeps.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ CHUNK_ELEMENTS = 1 << 21
 
 LINEAR_CHUNK_ELEMENTS = 1 << 23
 """The same for linear_cross_entropy, which reads and writes the whole weight gradient once per chunk: fewer, larger."""
+
+LINEAR_CHUNK_ROWS = 512
+"""Rows at least, of its chunks: with fewer a GPU's GEMMs wait for the weight, not for their products."""
 
 
 def naive_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int | None = None) -> Tensor:
@@ -73,10 +77,14 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, plan, num_real)
 
 
-def _chunks(num_rows: int, num_columns: int, elements: int) -> Iterator[slice]:
-    step = max(16, elements // max(1, num_columns))
+def _chunks(num_rows: int, num_columns: int, elements: int, least: int = 16) -> Iterator[slice]:
+    step = max(least, elements // max(1, num_columns))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+
+
+def _linear_chunks(x: Tensor, weight: Tensor) -> list[slice]:
+    return list(_chunks(x.shape[0], weight.shape[0], LINEAR_CHUNK_ELEMENTS, LINEAR_CHUNK_ROWS))
 
 
 def _precise(logits: Tensor, num_real: int) -> Tensor:
@@ -165,35 +173,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
         whole = launch_all_gather(hidden, plan.group).wait() if plan.gather_input else hidden
         x = rows(whole)
         statistics = _Statistics(labels, (weight.shape[0], num_real), plan.group, hidden.dtype)
-        for chunk in _chunks(x.shape[0], weight.shape[0], LINEAR_CHUNK_ELEMENTS):
-            statistics.add(chunk, x[chunk] @ weight.t())
+        chunks = _linear_chunks(x, weight)
+        logits: Tensor | None = None
+        for chunk in chunks:
+            logits = x[chunk] @ weight.t()
+            statistics.add(chunk, logits)
+        if len(chunks) > 1 or (logits is not None and logits.numel() > LINEAR_CHUNK_ELEMENTS):
+            logits = None
         loss, log_sum = statistics.finish()
         ctx.statistics, ctx.plan, ctx.weight = statistics, plan, weight
         ctx.accumulate = plan.fused and wgrad.accumulates(weight)
-        ctx.save_for_backward(hidden, log_sum)
+        ctx.save_for_backward(hidden, log_sum, logits)
         return loss.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, log_sum = ctx.saved_tensors
+        hidden, log_sum, kept = ctx.saved_tensors
         plan, weight, statistics = ctx.plan, ctx.weight, ctx.statistics
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         fused = wgrad.fetch_main_grad(weight) if plan.fused and needs_weight else None
         x = rows(launch_all_gather(hidden, plan.group).wait() if plan.gather_input else hidden)
         hidden_grad = torch.empty_like(x) if needs_hidden else None
+        chunks = _linear_chunks(x, weight)
         # Chunks of an unfused gradient are summed in fp32, whatever the weight's dtype.
-        unfused = (
-            weight.new_zeros(weight.shape, dtype=log_sum.dtype) if needs_weight and fused is None else None
-        )
+        alone = needs_weight and fused is None and len(chunks) == 1
+        unfused: Tensor | None = None
+        if needs_weight and fused is None and not alone:
+            unfused = weight.new_zeros(weight.shape, dtype=log_sum.dtype)
         accumulate = ctx.accumulate or fused is None
         buffer = unfused if fused is None else fused
-        for chunk in _chunks(x.shape[0], weight.shape[0], LINEAR_CHUNK_ELEMENTS):
-            logits_grad = statistics.gradient(chunk, x[chunk] @ weight.t(), log_sum, grad.reshape(-1))
+        for chunk in chunks:
+            logits = x[chunk] @ weight.t() if kept is None else kept
+            logits_grad = statistics.gradient(chunk, logits, log_sum, grad.reshape(-1))
             if hidden_grad is not None:
                 torch.mm(logits_grad, weight, out=hidden_grad[chunk])
             if buffer is not None:
                 wgrad.add_weight_gradient(buffer, logits_grad, x[chunk], accumulate)
                 accumulate = True
+            if alone:
+                unfused = logits_grad.t() @ x
         weight_grad = None if unfused is None else unfused.to(weight.dtype)
         return _finish_hidden_grad(hidden_grad, hidden.shape, plan), weight_grad, None, None, None
 

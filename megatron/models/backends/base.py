@@ -270,8 +270,8 @@ class Backend(ABC):
         """Head cut over tp along the vocabulary; parameter weight [out_features / tp, in_features].
 
         forward(hidden, labels=None, num_real=None) gives this rank's logits, or with labels [s, b] the loss of each
-        token [s, b] from its first num_real words, worked off in chunks: logits never exist as a whole, for one more
-        GEMM in backward. It is a layer of its own so that FSDP gathers its weight. The same for every backend.
+        token [s, b] from its first num_real words, worked off in chunks (megatron/parallel/loss.py, note "Chunks").
+        It is a layer of its own so that FSDP gathers its weight. The same for every backend.
         """
         from megatron.models.backends.torch.head import VocabParallelHead
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.models.mlp import activation_function
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
+from megatron.parallel.recompute import DiscardedOutput
 
 if TYPE_CHECKING:
     from megatron.models.block import LayerContext
@@ -48,10 +49,16 @@ class GroupedExperts(nn.Module):
             _set_weight_inits(layer, init)
         self.linear_fc1, self.linear_fc2 = layers
         self._activation = activation_function(config)
+        self._discards_activation = config.recompute.selects("moe_act")
 
     def forward(self, rows: Tensor, splits: list[int]) -> Tensor:
         """rows: [n, hidden] sorted by expert, `splits` of each -> [n, hidden]; over etp a partial sum."""
-        return self.linear_fc2(self._activation(self.linear_fc1(rows, splits)), splits)
+        if not self._discards_activation:
+            return self.linear_fc2(self._activation(self.linear_fc1(rows, splits)), splits)
+        activated = DiscardedOutput()
+        out: Tensor = self.linear_fc2(activated.call(self._activation, self.linear_fc1(rows, splits)), splits)
+        activated.discard(out)
+        return out
 
 
 def _set_weight_inits(layer: nn.Module, spec: InitSpec) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from megatron.models.moe.config import MoEConfig
@@ -42,6 +43,8 @@ class MoELayer(nn.Module):
             self.shared_experts = SharedExpert(
                 context, config.shared_expert_intermediate_size, config.shared_expert_gate
             )
+        recompute = context.config.recompute
+        self._checkpoint = context.backend.checkpoint if recompute.selects("shared_experts") else None
         self.dispatcher = build_dispatcher(config, grid)
         self._scatter_group = None if context.backend.options.sequence_parallel else context.mesh.group("tp")
 
@@ -49,7 +52,11 @@ class MoELayer(nn.Module):
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
         own = scatter_sequence(hidden, self._scatter_group)
         out = gather(self._routed(own), self._scatter_group)
-        return out if self.shared_experts is None else out + self.shared_experts(hidden)
+        if self.shared_experts is None:
+            return out
+        if self._checkpoint is None or not torch.is_grad_enabled():
+            return out + self.shared_experts(hidden)
+        return out + self._checkpoint(self.shared_experts, hidden)
 
     def _routed(self, hidden: Tensor) -> Tensor:
         routing: Routing = self.router(hidden)

@@ -12,10 +12,12 @@ from megatron.models.config import RotaryConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
 from megatron.models.variants import MuPConfig, Variants
+from megatron.parallel import loss
 from megatron.parallel.annotate import annotation_of
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.unit.models.helpers import build_gpt, random_batch, randomise, relative_error, tiny_config
 from tests.unit.models.naive_gpt import naive_logits, naive_losses
+from tests.unit.parallel.context.test_memory import LiveBytes
 
 ROPE = {"position_embedding_type": "rope"}
 SWIGLU = {"activation": "silu", "gated_linear_unit": True}
@@ -293,6 +295,32 @@ def test_bf16_model_gives_fp32_losses():
     assert model(tokens).dtype is torch.bfloat16
     model32 = build_gpt(config, dtype=torch.float32)
     assert relative_error(losses, model32(tokens, labels=labels)) < 1e-2
+
+
+def test_logits_never_exist_as_a_whole(monkeypatch):
+    """Peak live bytes of forward and backward stay far below what the logits of an fp32 model would take."""
+    vocabulary, length = 1024, 512
+    monkeypatch.setattr(loss, "LINEAR_CHUNK_ROWS", 16)
+    monkeypatch.setattr(loss, "LINEAR_CHUNK_ELEMENTS", 16 * vocabulary)
+    config = tiny_config(
+        hidden_size=8,
+        num_attention_heads=1,
+        num_layers=1,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        ffn_hidden_size=8,
+    )
+    tokens, labels = random_batch(config, length=length)
+    logits, peaks = tokens.numel() * vocabulary * 4, {}
+    for chunked in (True, False):
+        model = build_gpt(config)
+        model.decoder.layers = torch.nn.ModuleDict()  # naive attention would hold more than all the rest
+        with LiveBytes() as live:
+            out = model(tokens, labels=labels) if chunked else model(tokens).logsumexp(-1)
+            out.sum().backward()
+        peaks[chunked] = live.peak
+    assert peaks[False] > logits, "the count misses logits that are there"
+    assert peaks[True] < 0.3 * logits, peaks
 
 
 def test_padding_does_not_change_a_model():

@@ -56,6 +56,7 @@ def loss_cells(rank: int, world_size: int) -> dict[str, Any]:
     real = max(0, min(rows, WORDS - rank * rows))
     found = {}
     original = loss_module.CHUNK_ELEMENTS, loss_module.LINEAR_CHUNK_ELEMENTS
+    loss_module.LINEAR_CHUNK_ROWS, least = 3, loss_module.LINEAR_CHUNK_ROWS
     for dtype, small, sequence, fused in itertools.product(
         (torch.float64, torch.float32, torch.bfloat16), (False, True), (False, True), (False, True)
     ):
@@ -85,6 +86,7 @@ def loss_cells(rank: int, world_size: int) -> dict[str, Any]:
             (value * upstream).sum().backward()
             found[f"logits {dtype} small={small}"] = (value, None, logits.grad, False)
     loss_module.CHUNK_ELEMENTS, loss_module.LINEAR_CHUNK_ELEMENTS = original
+    loss_module.LINEAR_CHUNK_ROWS = least
     return {
         cell: tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
         for cell, values in found.items()
@@ -148,6 +150,7 @@ def test_logits_never_exist_whole_in_fp32(linear: bool, monkeypatch: pytest.Monk
     tokens, words, hidden = 256, 128, 8
     for name in ("CHUNK_ELEMENTS", "LINEAR_CHUNK_ELEMENTS"):
         monkeypatch.setattr(loss_module, name, 32 * words)
+    monkeypatch.setattr(loss_module, "LINEAR_CHUNK_ROWS", 32)
     dtype = torch.float32 if linear else torch.bfloat16
     labels = torch.randint(words, (tokens,))
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(words, hidden).to(dtype)

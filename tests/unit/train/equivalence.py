@@ -27,6 +27,8 @@ from megatron.train.optimizer import OptimizerConfig, build_optimizer
 from megatron.train.step import BatchSize, StepOptions, TrainState, TrainStep, model_inputs
 
 STEPS = 5
+RECORDED = (0, STEPS - 1)
+"""Steps whose gradients are compared: gathering them all costs more than the steps do. Norms are compared at each."""
 MICRO_BATCH, LENGTH, VOCABULARY, SEED = 2, 12, 29, 7
 LEARNING_RATE = {"adam": 0.05, "sgd": 0.01}
 CLIP = 0.5
@@ -84,11 +86,15 @@ class Case:
         """Microbatch `index` (m * dp + d) of a step, whole."""
         return batch(step, index)
 
+    def count(self, step: int) -> int:
+        """Microbatches of a data-parallel rank in a step."""
+        return self.microbatches
+
 
 @dataclass
 class Trace:
-    """What a run leaves: per step the loss, the norm before clipping and the gradients after it; weights at
-    the end.
+    """What a run leaves: per step the loss and the norm before clipping; gradients after it in RECORDED steps; weights
+    at the end.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -124,8 +130,8 @@ def reference(case: Case, world: int, dtype: torch.dtype) -> Trace:
     else:
         optimizer = torch.optim.SGD(groups, lr=case.lr, momentum=0.9)
     trace = Trace()
-    count = world * case.microbatches
     for step in range(STEPS):
+        count = world * case.count(step)
         optimizer.zero_grad()
         batches = [case.batch(step, index) for index in range(count)]
         total = sum(float(one["loss_mask"].sum()) for one in batches)
@@ -138,7 +144,8 @@ def reference(case: Case, world: int, dtype: torch.dtype) -> Trace:
             loss_sum += loss.item()
         trace.losses.append(loss_sum)
         trace.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
-        trace.gradients.append({name: parameter.grad.clone() for name, parameter in named.items()})
+        if step in RECORDED:
+            trace.gradients.append({name: parameter.grad.clone() for name, parameter in named.items()})
         optimizer.step()
     trace.weights = {name: parameter.detach().clone() for name, parameter in named.items()}
     return trace
@@ -177,7 +184,8 @@ def train(rank: int, world: int, case: Case) -> Trace:
     trace = Trace()
 
     def record(*_: object) -> None:
-        trace.gradients.append({name: whole(parameter.grad) for name, parameter in named})
+        if len(trace.losses) in RECORDED:
+            trace.gradients.append({name: whole(parameter.grad) for name, parameter in named})
 
     optimizer.register_step_pre_hook(record)
     size = BatchSize(case.microbatches, world * case.microbatches * MICRO_BATCH)

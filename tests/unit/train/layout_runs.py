@@ -125,7 +125,8 @@ def train(rank: int, world: int, case: LayoutCase) -> LayoutTrace:
     trace.initial = {name: pieces(name, one, one, mesh) for name, one in named}
 
     def record(*_: object) -> None:
-        trace.gradients.append({name: pieces(name, one.grad, one, mesh) for name, one in named})
+        if len(trace.losses) in equivalence.RECORDED:
+            trace.gradients.append({name: pieces(name, one.grad, one, mesh) for name, one in named})
 
     optimizer.register_step_pre_hook(record)
     size = BatchSize(case.microbatches, case.dp * case.microbatches * MICRO_BATCH)

@@ -35,7 +35,9 @@ Piece = tuple[tuple[int, ...], Tensor]
 
 @dataclass(frozen=True)
 class PipeCase(Case):
-    """A pipeline; `outer` and the rest as in Case. `microbatches` are of each data-parallel rank."""
+    """A pipeline; `outer` and the rest as in Case. `microbatches` are of each data-parallel rank; `counts`, in place of
+    it, their numbers step by step. `lengths`: of the microbatches of a step, where they differ.
+    """
 
     optimizer: str = "sgd"
     pp: int = 2
@@ -49,6 +51,18 @@ class PipeCase(Case):
     request: StageRequest | None = None
     keep_gathered: bool = False
     overlap: bool = True
+    counts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+
+    def batch(self, step: int, index: int) -> dict[str, Tensor]:
+        one = batch(step, index)
+        if not self.lengths:
+            return one
+        length = self.lengths[index // self.dp % len(self.lengths)]
+        return {name: tensor[:, :length] for name, tensor in one.items()}
+
+    def count(self, step: int) -> int:
+        return self.counts[step % len(self.counts)] if self.counts else self.microbatches
 
     @property
     def world(self) -> int:
@@ -145,14 +159,15 @@ def train(rank: int, world: int, case: PipeCase) -> RankTrace:
     trace.evaluation = (result.loss, result.num_tokens)
 
     def record(*_: object) -> None:
-        trace.gradients.append({name: pieces(name, one.grad, one, mesh) for name, one in named})
+        if len(trace.losses) in equivalence.RECORDED:
+            trace.gradients.append({name: pieces(name, one.grad, one, mesh) for name, one in named})
 
     optimizer.register_step_pre_hook(record)
-    size = BatchSize(case.microbatches, case.dp * case.microbatches * MICRO_BATCH)
-    planned = make_schedule(case.schedule, model.plan.shape(case.pp, case.microbatches))[mesh.rank("pp")]
     for index in range(STEPS):
-        own = (local(case, mesh, batch(index, m * case.dp + dp_rank)) for m in range(case.microbatches))
-        result_of_step = step(own, size)
+        count = case.count(index)
+        planned = make_schedule(case.schedule, model.plan.shape(case.pp, count))[mesh.rank("pp")]
+        own = (local(case, mesh, case.batch(index, m * case.dp + dp_rank)) for m in range(count))
+        result_of_step = step(own, BatchSize(count, case.dp * count * MICRO_BATCH))
         trace.losses.append(result_of_step.loss)
         trace.norms.append(result_of_step.grad_norm)
         executor = model.runner.last_executor
@@ -161,6 +176,11 @@ def train(rank: int, world: int, case: PipeCase) -> RankTrace:
         trace.recorded_as_planned &= executor.peak_in_flight == peak_in_flight(planned)
     trace.weights = {name: pieces(name, parameter, parameter, mesh) for name, parameter in named}
     return trace
+
+
+def train_each(rank: int, world: int, cases: list[PipeCase]) -> list[RankTrace]:
+    """Several runs, one after the other."""
+    return [train(rank, world, case) for case in cases]
 
 
 def evaluation_reference(case: PipeCase) -> tuple[float, int]:

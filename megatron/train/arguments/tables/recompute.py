@@ -22,7 +22,7 @@ FLAGS: tuple[Flag, ...] = (
         str,
         None,
         "full: whole layers are run again in backward; selective: the modules of --recompute-modules.",
-        "models/config.py",
+        "models/recompute.py",
         test="models/test_config.py",
         choices=(
             "full",
@@ -34,7 +34,7 @@ FLAGS: tuple[Flag, ...] = (
         str,
         None,
         "With full: uniform (every group of layers) or block (the first layers).",
-        "models/config.py",
+        "models/recompute.py",
         test="models/test_config.py",
         choices=(
             "uniform",
@@ -46,16 +46,17 @@ FLAGS: tuple[Flag, ...] = (
         int,
         None,
         "With full: layers in a group (uniform), or layers recomputed (block).",
-        "models/config.py",
+        "models/recompute.py",
         test="models/test_config.py",
     ),
     works(
         "--recompute-modules",
         str,
         None,
-        "With selective: core_attn (the default), layernorm, mlp, moe.",
-        "models/config.py",
-        test="models/test_block.py",
+        "With selective: core_attn (the default), layernorm (norms that stand alone), mlp, moe, moe_act, "
+        "shared_experts, mla_up_proj.",
+        "models/recompute.py",
+        test="models/test_recompute.py",
         nargs="+",
     ),
     no_op(

@@ -1,8 +1,9 @@
 """Losses, balancing losses, norms, gradients, expert bias and weights do not depend on the layout ("One truth").
 
 EP, ETP, TP with and without SP, CP, HSDP x dispatchers x strategies x fused x per-token x recompute, against one rank
-and plain autograd. The default run covers every pair of values; --full runs the whole product. E01, E03, E10, E11, E12,
-E13, G05, G13: strengths of losses, scale of expert gradients, replicas, dispatchers, idle experts.
+and plain autograd. The default run visits every layout and every pair of options; --full runs the whole product.
+E01, E03, E10, E11, E12, E13, G05, G13: strengths of losses, scale of expert gradients, replicas, dispatchers, idle
+experts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def is_possible(cell: tuple[Any, ...]) -> bool:
     return not (values["layout"] == "hsdp-ep2" and values["strategy"] == "no_shard")
 
 
-COVER = [cell for cell in pairwise_cover(list(AXES.values())) if is_possible(cell)]
+OPTIONS_COVER = pairwise_cover(list(AXES.values())[1:])
+COVER = [(layout, *options) for layout, options in zip(itertools.cycle(LAYOUTS), OPTIONS_COVER)]
 REST = [cell for cell in itertools.product(*AXES.values()) if cell not in COVER and is_possible(cell)]
 
 
@@ -88,6 +90,10 @@ def run_cell(cell: tuple[Any, ...]) -> None:
     config = MODELS[model](dispatcher=dispatcher)
     options = Options(**values, double=model == "deepseek")
     check(config, LAYOUTS[layout], options, expected(model, options.per_token, options.dtype))
+
+
+def test_the_cover_is_one():
+    assert len(COVER) >= len(LAYOUTS) and all(map(is_possible, COVER))
 
 
 @pytest.mark.parametrize("cell", COVER, ids=str)
