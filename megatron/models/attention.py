@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
             attn_mask_type="causal",
             softmax_scale=config.attention_scale,
             layer_number=context.layer_number,
-            cp_group=context.mesh.group("cp"),
+            cp_group=context.cp_group,
             cp_comm_type=context.cp_comm_type,
             **variants.attention_options(context.layer_number),
         )

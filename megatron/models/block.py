@@ -18,6 +18,7 @@ from megatron.parallel.recompute import DiscardedOutput
 if TYPE_CHECKING:
     from megatron.models.backends.base import Backend
     from megatron.parallel.context import Documents
+    from megatron.parallel.context.attention import Groups as ContextGroups
     from megatron.parallel.mesh import ParallelMesh
 
 
@@ -53,6 +54,11 @@ class LayerContext:
             return self.backend.Linear(in_features, out_features, **options)
         return self.backend.LayerNormLinear(in_features, out_features, **self.config.norm_options, **options)
 
+    @property
+    def cp_group(self) -> ContextGroups:
+        """The ranks that this layer's attention shares sequences with; a pair for a2a+p2p."""
+        return context_groups(self.config, self.mesh, self.cp_comm_type)
+
     def norm(self) -> nn.Module:
         """A norm over hidden states that stands alone."""
         return build_norm(self.config, self.backend, self.config.hidden_size)
@@ -69,6 +75,27 @@ class LayerContext:
 def layer_name(config: ModelConfig, index: int) -> str:
     """Name in reports of the layer with this global index."""
     return f"layer_{index}" if index < config.num_layers else f"mtp_{index - config.num_layers}"
+
+
+def context_groups(config: ModelConfig, mesh: ParallelMesh, kind: str) -> ContextGroups:
+    """The context-parallel group or, for a2a+p2p, (of the all-to-all among neighbours, of the ring over the rest).
+
+    Collective over the world at the first call for a2a+p2p (ParallelMesh.partition).
+    """
+    sizes, whole = config.hierarchical_context_parallel_sizes, mesh.group("cp")
+    if kind != "a2a+p2p" or whole is None:
+        return whole
+    if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] != mesh.size("cp") or min(sizes) < 2:
+        raise ValueError(
+            f"--cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes {sizes}: give two sizes above 1 whose "
+            f"product is --context-parallel-size {mesh.size('cp')}"
+        )
+    inner, outer = sizes
+    neighbours = [range(first, first + inner) for first in range(0, inner * outer, inner)]
+    alike = [range(first, inner * outer, inner) for first in range(inner)]
+    groups = mesh.partition("cp", neighbours), mesh.partition("cp", alike)
+    assert groups[0] is not None and groups[1] is not None
+    return groups[0], groups[1]
 
 
 def build_norm(config: ModelConfig, backend: Backend, size: int) -> nn.Module:

@@ -40,6 +40,7 @@ class ModelConfig:
         glu_linear_offset: added to the linear half of a gated MLP.
         embedding_init_method_std: None: init_method_std.
         cp_comm_type: how attention communicates over the context axis: one for all layers, or one for each.
+        hierarchical_context_parallel_sizes: of a2a+p2p: ranks of the all-to-all, ranks of the ring.
         moe: experts in place of (some) MLPs. mla: latent attention in place of the usual one. mtp: multi-token
             prediction. None: without.
     """
@@ -74,6 +75,7 @@ class ModelConfig:
     embedding_init_method_std: float = None  # type: ignore[assignment]
     init_method_xavier_uniform: bool = False
     cp_comm_type: tuple[str, ...] = ("p2p",)
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     variants: Variants = field(default_factory=Variants)
     moe: MoEConfig | None = None
@@ -265,8 +267,9 @@ class ModelConfig:
                 raise ValueError(f"{_flag(name)} is missing: a model cannot be built without it")
         if not getattr(arguments, "group_query_attention", False):
             given["num_query_groups"] = None
-        if "cp_comm_type" in given:
-            given["cp_comm_type"] = tuple(given["cp_comm_type"])
+        for name in ("cp_comm_type", "hierarchical_context_parallel_sizes"):
+            if name in given:
+                given[name] = tuple(given[name])
         given["activation"], given["gated_linear_unit"] = _activation_of(arguments)
         given["rotary"] = rotary_from_arguments(arguments)
         given["recompute"] = recompute_from_arguments(arguments)

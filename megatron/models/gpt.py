@@ -19,6 +19,7 @@ from megatron.models.block import (
     HiddenDropout,
     LayerContext,
     build_norm,
+    context_groups,
     layer_name,
 )
 from megatron.models.config import ModelConfig
@@ -122,6 +123,8 @@ class GPTModel(nn.Module):
         self.pre_process, self.post_process = pre_process, post_process
         self._mesh = mesh
         _check_parallel(config, mesh)
+        for kind in config.cp_comm_type:  # here, since all ranks must ask, whatever the layers of their stage
+            context_groups(config, mesh, kind)
         self.auxiliary = AuxiliaryLosses(auxiliary_layers(config))
         tied = not config.untie_embeddings_and_output_weights
         predicts = config.mtp is not None and post_process

@@ -55,7 +55,7 @@ class LatentAttention(nn.Module):
             attn_mask_type="causal",
             softmax_scale=latent_softmax_scale(config),
             layer_number=context.layer_number,
-            cp_group=mesh.group("cp"),
+            cp_group=context.cp_group,
             cp_comm_type=context.cp_comm_type,
             **config.variants.attention_options(context.layer_number),
         )

@@ -215,13 +215,14 @@ class Backend(ABC):
         attn_mask_type: str = "causal",
         softmax_scale: float | None = None,
         layer_number: int | None = None,
-        cp_group: ProcessGroup | None = None,
+        cp_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         cp_comm_type: str = "p2p",
         window_size: tuple[int, int] | None = None,
         softmax_type: str = "vanilla",
     ) -> nn.Module:
         """softmax(scale q k^T + mask) v. Heads and groups are global (divided by tp_size here, as in TE).
 
+        cp_group: for cp_comm_type "a2a+p2p" two, of the all-to-all among neighbours and of the ring.
         kv_channels: head dim, or (of q and k, of v). softmax_scale None: 1/sqrt(head dim). window_size: tokens that
         a query sees before and after its own. softmax_type "off-by-one" or "learnable" (parameter softmax_offset
         [heads / tp]): the sum of exponentials has a further term, of 0 or of that number.

@@ -131,7 +131,7 @@ def _sequence(v: Namespace) -> None:
         )
     for kind in v.cp_comm_type:
         if kind not in ("p2p", "a2a", "all_gather", "a2a+p2p"):
-            raise ValueError(f"--cp-comm-type {kind}: choose p2p, a2a or all_gather")
+            raise ValueError(f"--cp-comm-type {kind}: choose p2p, a2a, all_gather or a2a+p2p")
     if context > 1:
         _context(v)
 
@@ -139,18 +139,21 @@ def _sequence(v: Namespace) -> None:
 def _context(v: Namespace) -> None:
     """What the attention of a sequence over several ranks cannot do."""
     context, tensor, groups = v.context_parallel_size, v.tensor_model_parallel_size, v.num_query_groups
-    if "a2a" in v.cp_comm_type:
+    exchanging = _exchanging_ranks(v)
+    if exchanging > 1:
         # Ulysses exchanges sequence for heads: each context rank takes whole heads.
-        by = f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} (--cp-comm-type a2a)"
-        _multiple("--num-attention-heads", v.num_attention_heads, by, tensor * context)
+        by = f"{exchanging} ranks of --cp-comm-type a2a x --tensor-model-parallel-size {tensor}"
+        _multiple("--num-attention-heads", v.num_attention_heads, by, tensor * exchanging)
     if v.transformer_impl == "local" or v.attention_backend == "local":
         heads, own_groups = v.num_attention_heads // tensor, max(1, groups // tensor)
         for kind in v.cp_comm_type:
             check_context_parallel(
-                ContextParallelShape(v.seq_length, context, kind, heads, own_groups, v.attention_dropout)
+                ContextParallelShape(
+                    v.seq_length, context, kind, heads, own_groups, v.attention_dropout, exchanging
+                )
             )
         return
-    if "a2a" in v.cp_comm_type and max(groups, tensor) % (tensor * context):
+    if exchanging > 1 and max(groups, tensor) % (tensor * exchanging):
         raise ValueError(
             f"--num-query-groups {groups} is not a multiple of {by}: use --cp-comm-type p2p, or "
             "--transformer-impl local, which repeats groups"
@@ -160,6 +163,21 @@ def _context(v: Namespace) -> None:
             f"--reset-attention-mask with --context-parallel-size {context}: Transformer Engine cannot keep "
             "attention inside documents; add --transformer-impl local, or drop one of them"
         )
+
+
+def _exchanging_ranks(v: Namespace) -> int:
+    """Context ranks that exchange sequence for heads."""
+    context, sizes = v.context_parallel_size, v.hierarchical_context_parallel_sizes
+    if "a2a+p2p" in v.cp_comm_type:
+        if sizes is None or len(sizes) != 2 or min(sizes) < 2 or sizes[0] * sizes[1] != context:
+            raise ValueError(
+                f"--hierarchical-context-parallel-sizes {sizes}: give two sizes above 1 whose product is "
+                f"--context-parallel-size {context}, or use --cp-comm-type p2p or a2a"
+            )
+        inner: int = sizes[0]
+    else:
+        inner = 1
+    return context if "a2a" in v.cp_comm_type else inner
 
 
 def _pipeline(v: Namespace) -> None:

@@ -22,6 +22,7 @@ FREE_MODEL_FIELDS = frozenset(
         "hidden_dropout",
         "recompute",
         "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
         "init_method_std",
         "embedding_init_method_std",
         "init_method_xavier_uniform",

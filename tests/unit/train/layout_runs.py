@@ -59,6 +59,7 @@ class LayoutCase(Case):
             kv_channels=4,
             max_position_embeddings=LENGTH,
             cp_comm_type=(self.kind,),
+            hierarchical_context_parallel_sizes=(2, self.cp // 2) if self.kind == "a2a+p2p" else None,
         )
 
     @property

@@ -41,7 +41,18 @@ def test_illegal_pairs(rule: Rule) -> None:
         ("--ffn-hidden-size 63 --tensor-model-parallel-size 2", 2, "--ffn-hidden-size 63"),
         ("--context-parallel-size 2 --seq-length 34", 2, "--seq-length 34 is not a multiple of 2 x"),
         ("--sequence-parallel --tensor-model-parallel-size 4 --seq-length 30", 4, "--sequence-parallel"),
-        ("--cp-comm-type ring", 1, "--cp-comm-type ring: choose p2p, a2a or all_gather"),
+        ("--cp-comm-type ring", 1, "--cp-comm-type ring: choose p2p, a2a, all_gather or a2a+p2p"),
+        (
+            "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 3 --context-parallel-size 4",
+            4,
+            "--hierarchical-context-parallel-sizes [2, 3]: give two sizes above 1 whose product is "
+            "--context-parallel-size 4",
+        ),
+        (
+            "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 4 --context-parallel-size 4",
+            4,
+            "--hierarchical-context-parallel-sizes [1, 4]",
+        ),
         ("--cp-comm-type p2p a2a", 1, "--cp-comm-type has 2 values"),
         ("--cp-comm-type a2a --context-parallel-size 16 --seq-length 64", 16, "--num-attention-heads 8"),
         ("--context-parallel-size 2 --attention-dropout 0.1", 2, "use --attention-dropout 0"),

@@ -29,7 +29,8 @@ from tests.unit.train.layout_runs import LayoutCase, LayoutTrace
 from tests.unit.train.test_equivalence import pairwise_cover
 from tests.unit.train.test_pipeline import assemble, compare
 
-KINDS = ("p2p", "a2a", "all_gather")
+KINDS = ("p2p", "a2a", "all_gather", "a2a+p2p")
+"""The last has rings of all-to-alls, so at least four ranks."""
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "strategy": tuple(strategy.value for strategy in ShardingStrategy),
     "fused": (True, False),
@@ -56,7 +57,7 @@ def places(ranks: int) -> list[Place]:
         for tp, cp in itertools.product(sizes, repeat=2)
         if ranks % (tp * cp) == 0
         for sequence_parallel in ((True, False) if tp > 1 else (False,))
-        for kind in (KINDS if cp > 1 else KINDS[:1])
+        for kind in KINDS[: {1: 1, 2: 3}.get(cp, 4)]
     ]
 
 
@@ -112,7 +113,7 @@ def check(case: LayoutCase) -> list[LayoutTrace]:
 
 
 def test_the_cover_is_one() -> None:
-    assert len(SMALL) == 24 == len(set(SMALL)) and len(OPTIONS_COVER) <= len(SMALL)
+    assert len(SMALL) == 25 == len(set(SMALL)) and len(OPTIONS_COVER) <= len(SMALL)
     assert {options for _, options in COVER} == set(OPTIONS_COVER)
 
 

@@ -51,7 +51,7 @@ class DotProductAttention(nn.Module):
         attn_mask_type: str = "causal",
         softmax_scale: float | None = None,
         layer_number: int | None = None,
-        cp_group: ProcessGroup | None = None,
+        cp_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         cp_comm_type: str = "p2p",
         window_size: tuple[int, int] | None = None,
         softmax_type: str = "vanilla",

@@ -17,24 +17,31 @@ CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 class ContextParallel:
     """Ranks that share a sequence, and how they talk.
 
-    group: for "a2a+p2p" TE wants two groups (all-to-all inside, ring outside).
+    group: for "a2a+p2p" two (all-to-all inside, ring outside).
     stream: CUDA stream of the ring's communication, one for all layers.
     """
 
-    group: ProcessGroup | list[ProcessGroup]
+    group: ProcessGroup | tuple[ProcessGroup, ProcessGroup]
     comm_type: str
     stream: Any
 
     def __post_init__(self) -> None:
         if self.comm_type not in CP_COMM_TYPES:
             raise ValueError(f"--cp-comm-type {self.comm_type!r}: choose from {', '.join(CP_COMM_TYPES)}")
-        if self.comm_type == "a2a+p2p" and not isinstance(self.group, list):
+        if self.comm_type == "a2a+p2p" and not isinstance(self.group, tuple):
             raise ValueError("--cp-comm-type a2a+p2p: needs two groups of ranks; use p2p, all_gather or a2a")
 
     def ranks(self) -> list[int]:
-        """Global ranks of the outermost group, by position."""
-        group = self.group[-1] if isinstance(self.group, list) else self.group
-        return dist.get_process_group_ranks(group)
+        """Global ranks of all that share the sequence, by position."""
+        if not isinstance(self.group, tuple):
+            return dist.get_process_group_ranks(self.group)
+        inner, outer = (dist.get_process_group_ranks(group) for group in self.group)
+        # Every block of neighbours looks like this rank's, moved by as much as its member of the ring.
+        return [peer + neighbour - dist.get_rank() for peer in outer for neighbour in inner]
+
+    def groups(self) -> ProcessGroup | list[ProcessGroup]:
+        """As TE takes them."""
+        return list(self.group) if isinstance(self.group, tuple) else self.group
 
 
 class EngineAttention(nn.Module):
@@ -53,7 +60,7 @@ class EngineAttention(nn.Module):
                 core.set_context_parallel_group(None, None, None)
             return
         core.set_context_parallel_group(
-            context_parallel.group,
+            context_parallel.groups(),
             context_parallel.ranks(),
             context_parallel.stream,
             context_parallel.comm_type,

@@ -255,7 +255,7 @@ class TransformerEngineBackend(Backend):
         num_attention_heads: int,
         kv_channels: int | tuple[int, int],
         *,
-        cp_group: ProcessGroup | None = None,
+        cp_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         cp_comm_type: str = "p2p",
         **arguments: Any,
     ) -> nn.Module:
@@ -278,7 +278,9 @@ class TransformerEngineBackend(Backend):
         offset = {"core.softmax_offset": (ZEROS, cut)} if arguments.get("softmax_type") == "learnable" else {}
         return describe(EngineAttention(core, context_parallel), offset)
 
-    def _context_parallel(self, group: ProcessGroup | None, comm_type: str) -> ContextParallel | None:
+    def _context_parallel(
+        self, group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None, comm_type: str
+    ) -> ContextParallel | None:
         if group is None:
             return None
         if not torch.cuda.is_available():

@@ -42,18 +42,19 @@ FLAGS: tuple[Flag, ...] = (
         "--cp-comm-type",
         str,
         ["p2p"],
-        "How attention crosses context-parallel ranks: p2p (ring), a2a (Ulysses) or "
-        "all_gather; one for all layers, or one per layer.",
+        "How attention crosses context-parallel ranks: p2p (ring), a2a (Ulysses), all_gather or a2a+p2p (a2a among "
+        "neighbours, a ring over the rest); one for all layers, or one per layer.",
         "models/config.py",
         test="train/test_layouts.py",
         nargs="+",
-        refused_values=(("a2a+p2p", "hierarchical context parallelism is not there; use p2p or a2a"),),
     ),
-    not_yet(
+    works(
         "--hierarchical-context-parallel-sizes",
         int,
         None,
-        "hierarchical context parallelism is not there; use --cp-comm-type p2p or a2a",
+        "Of --cp-comm-type a2a+p2p: ranks of the all-to-all, ranks of the ring.",
+        "models/block.py",
+        test="train/test_layouts.py",
         nargs="+",
     ),
     refused(
