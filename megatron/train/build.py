@@ -206,9 +206,11 @@ def placement_callback(
         expert = annotation_of(parameter).expert
         if expert not in cache:
             inner, outer = ("edp_shard", "edp_outer") if expert else ("fsdp", "dp_outer")
+            # Slices of one mesh: an optimizer state that both axes cut is a DTensor over both.
+            both = mesh.device_mesh(outer, inner) if hybrid else None
             cache[expert] = DataParallelPlacement(
-                shard_mesh=mesh.device_mesh(inner),
-                outer_mesh=mesh.device_mesh(outer) if hybrid else None,
+                shard_mesh=mesh.device_mesh(inner) if both is None else both[inner],
+                outer_mesh=None if both is None else both[outer],
                 gradient_divisor=divisor,
             )
         return cache[expert]

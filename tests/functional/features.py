@@ -119,7 +119,15 @@ class Sizes:
 
 def possible(cell: Cell) -> bool:
     """Whether a (partial) cell breaks no rule and fits."""
-    return Sizes.of(cell).dp is not None and not any(rule.forbids(cell) for rule in RULES)
+    if Sizes.of(cell).dp is None or any(rule.forbids(cell) for rule in RULES):
+        return False
+    # Refused: Transformer Engine delays weight gradients of experts only where they are fused.
+    delayed = (cell.get("backend"), cell.get("pipeline"), cell.get("wgrad")) == (
+        "te",
+        "zero-bubble",
+        "unfused",
+    )
+    return not (delayed and cell.get("experts", "dense") != "dense")
 
 
 MODEL_FLAGS: dict[str, Flags] = {

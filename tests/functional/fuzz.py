@@ -89,6 +89,9 @@ def _model(rng: random.Random) -> Flags:
     if preset:
         flags |= {"--preset": preset, "--moe-router-dtype": "fp64"}
         flags["--moe-layer-freq"] = rng.choice((1, 2))
+    if kind == "qwen":
+        # The preset's global loss looks at the step so far on all data-parallel ranks: it depends on their number.
+        flags["--moe-router-load-balancing-type"] = rng.choice(("aux_loss", "seq_aux_loss"))
     layers = rng.choice((2, 3, 4, 4, 5))
     flags |= {
         "--num-layers": layers,

@@ -193,6 +193,12 @@ def _pipeline(v: Namespace) -> None:
             if given is not None:
                 raise ValueError(f"{flag} is for pipelines: give --pipeline-model-parallel-size 2 or more")
         return
+    delayed_experts = v.delay_wgrad_compute and v.num_experts and v.transformer_impl == "transformer_engine"
+    if delayed_experts and not v.gradient_accumulation_fusion:
+        raise ValueError(
+            "--delay-wgrad-compute with --no-gradient-accumulation-fusion: Transformer Engine delays weight "
+            "gradients of experts only where they are fused; drop one of them"
+        )
     plan = pipeline_plan(v)
     if any(stage.num_mtp for stage in plan.stages):
         raise ValueError(
