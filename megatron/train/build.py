@@ -39,7 +39,7 @@ from megatron.train.data import DataIterators, build_data_iterators, data_config
 from megatron.train.initialize import Launch, set_variables
 from megatron.train.loss_scale import loss_scaler_from_config
 from megatron.train.lr_schedule import OptimizerParamScheduler, schedule_from_config
-from megatron.train.optimizer import build_optimizer, optimizer_config
+from megatron.train.optimizer import MUON_KINDS, build_optimizer, optimizer_config, write_group_map
 from megatron.train.pipeline import PipelineModel, pipeline_plan
 from megatron.train.step import StepOptions, TrainState
 from megatron.train.tokenizers import Tokenizer, build_tokenizer
@@ -75,7 +75,13 @@ def build_run(config: TrainConfig, launch: Launch, device: torch.device) -> Run:
     streams = RngStreams.for_mesh(config.seed, mesh)
     backend = build_backend(config, mesh, streams)
     wrapped = build_model(model_config, backend, config, mesh, device)
-    optimizer = build_optimizer(wrapped.named_parameters(), optimizer_config(config), backend.fused_adam)
+    optimizer = build_optimizer(
+        wrapped.named_parameters(), optimizer_config(config), backend.fused_adam, mesh
+    )
+    if config.dump_param_to_param_group_map is not None and launch.rank == 0:
+        write_group_map(
+            config.dump_param_to_param_group_map, wrapped.named_parameters(), optimizer_config(config)
+        )
     state = TrainState(
         model=wrapped,
         optimizer=optimizer,
@@ -165,6 +171,7 @@ def wrap_model(
         main_grads_dtype=DTYPES[config.main_grads_dtype],
         grad_comm_dtype=DTYPES[config.grad_comm_dtype],
         reshard_after_forward=config.reshard_after_forward,
+        tensor_atomic=config.optimizer in MUON_KINDS,
         # Of the microbatches under way in a pipeline only the first would find what is kept after forward alone.
         reshard_after_backward=config.reshard_after_forward or mesh.size("pp") == 1,
     )

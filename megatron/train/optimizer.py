@@ -10,15 +10,22 @@ of one row is no vector.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.models.variants import MuPConfig
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.adam_states import Lion, PrecisionAwareAdam, StateDtypes
 from megatron.train.grad_norm import local_tensor
+from megatron.train.muon import Muon, MuonConfig, is_matrix
 
+MUON_KINDS = ("muon", "dist_muon")
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FusedAdam = type[torch.optim.Optimizer]
 
 
@@ -39,7 +46,10 @@ class GroupOptions:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """What to build: `kind` "adam" or "sgd"; `implementation` as --optimizer-impl has it."""
+    """What to build: `kind` as --optimizer has it; `implementation` as --optimizer-impl has it, of adam and sgd.
+
+    states: dtypes of Adam's averages. hidden_lr_mult: of hidden matrices under Adam (muP).
+    """
 
     kind: str = "adam"
     implementation: str = "auto"
@@ -51,6 +61,9 @@ class OptimizerConfig:
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
     decay_qk_norms: bool = False
+    states: StateDtypes = field(default_factory=StateDtypes)
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    hidden_lr_mult: float = 1.0
 
 
 def group_options(name: str, parameter: Tensor, config: OptimizerConfig) -> GroupOptions:
@@ -62,6 +75,7 @@ def group_options(name: str, parameter: Tensor, config: OptimizerConfig) -> Grou
     )
     return GroupOptions(
         wd_mult=0.0 if vector and not qk_norm else 1.0,
+        lr_mult=config.hidden_lr_mult if config.kind == "adam" and is_matrix(name, parameter) else 1.0,
         max_lr=config.decoupled_lr if decoupled else None,
         min_lr=config.decoupled_min_lr if decoupled else None,
     )
@@ -84,6 +98,7 @@ def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     config: OptimizerConfig,
     backend_adam: Callable[[], FusedAdam | None] = lambda: None,
+    mesh: ParallelMesh | None = None,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a run.
 
@@ -91,17 +106,27 @@ def build_optimizer(
         named_parameters: the sharded parameters.
         config: what to build.
         backend_adam: ``backend.fused_adam``: the backend's own Adam, or None.
+        mesh: whose tensor axes cut matrices, for Muon.
 
     Raises:
         ValueError: an implementation that is not there, or does not know the optimizer.
     """
-    groups = parameter_groups(named_parameters, config)
+    named = list(named_parameters)
+    groups = parameter_groups(named, config)
     if not groups:
         raise ValueError("the model has no trainable parameter; unfreeze one")
+    ours = _own_optimizer(groups, named, config, mesh)
+    if ours is not None:
+        if config.implementation != "auto":
+            raise ValueError(
+                f"--optimizer-impl {config.implementation}: --optimizer {config.kind} with its states has one "
+                "implementation; use auto"
+            )
+        return ours
     on_cuda = any(parameter.is_cuda for group in groups for parameter in group["params"])
     implementations = _ADAM if config.kind == "adam" else _SGD if config.kind == "sgd" else None
     if implementations is None:
-        raise ValueError(f"--optimizer {config.kind} is not built; use adam or sgd")
+        raise ValueError(f"--optimizer {config.kind} is not built; use adam, sgd, lion or muon")
     name = config.implementation
     if name == "auto":
         name = "te" if on_cuda and config.kind == "adam" and backend_adam() is not None else "fused"
@@ -111,6 +136,37 @@ def build_optimizer(
             f"{', '.join(implementations)}"
         )
     return implementations[name](groups, config, backend_adam)
+
+
+def _own_optimizer(
+    groups: list[dict[str, Any]],
+    named: list[tuple[str, Tensor]],
+    config: OptimizerConfig,
+    mesh: ParallelMesh | None,
+) -> torch.optim.Optimizer | None:
+    """The optimizers that torch does not have; None where it has what the config asks for."""
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.kind == "lion":
+        return Lion(groups, config.muon.lion_betas, **options)
+    if config.kind in MUON_KINDS:
+        return Muon(groups, named, config.muon, mesh, **options)
+    if config.kind == "adam" and config.states != StateDtypes():
+        return PrecisionAwareAdam(groups, config.states, **options)
+    return None
+
+
+def write_group_map(
+    path: str, named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig
+) -> None:
+    """Write which options each parameter has, as a JSON object by name (--dump-param-to-param-group-map)."""
+    table = {name: vars(group_options(name, p, config)) for name, p in named_parameters if p.requires_grad}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(table, file, indent=1)
 
 
 def _torch_adam(**options: bool) -> Callable[..., torch.optim.Optimizer]:
@@ -230,6 +286,10 @@ _SGD = {
 
 def optimizer_config(config: Any) -> OptimizerConfig:
     """From a validated training config (Megatron's names)."""
+    states = StateDtypes()
+    if config.use_precision_aware_optimizer:
+        states = StateDtypes(_STATE_DTYPES[config.exp_avg_dtype], _STATE_DTYPES[config.exp_avg_sq_dtype])
+    mup = MuPConfig.from_arguments(config)
     return OptimizerConfig(
         kind=config.optimizer,
         implementation=config.optimizer_impl,
@@ -240,5 +300,28 @@ def optimizer_config(config: Any) -> OptimizerConfig:
         momentum=config.sgd_momentum,
         decoupled_lr=config.decoupled_lr,
         decoupled_min_lr=config.decoupled_min_lr,
-        decay_qk_norms=config.apply_wd_to_qk_layernorm,
+        decay_qk_norms=config.apply_wd_to_qk_layernorm or config.no_weight_decay_cond_type is not None,
+        states=states,
+        muon=_muon_config(config),
+        hidden_lr_mult=1.0 if mup is None else 1.0 / mup.width_mult,
+    )
+
+
+def _muon_config(config: Any) -> MuonConfig:
+    rows = None
+    if config.muon_split_qkv and not (config.multi_latent_attention or config.attention_output_gate):
+        heads = config.num_attention_heads // config.num_query_groups
+        rows = (heads * config.kv_channels, config.kv_channels)
+    return MuonConfig(
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        num_ns_steps=config.muon_num_ns_steps,
+        coefficient_type=config.muon_coefficient_type,
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        tp_mode=config.muon_tp_mode,
+        scalar_optimizer=config.muon_scalar_optimizer,
+        fp32_matmul_prec=config.muon_fp32_matmul_prec,
+        head_rows=rows,
+        lion_betas=(config.lion_beta1, config.lion_beta2),
     )

@@ -192,7 +192,8 @@ def _precision(v: Namespace, context: Context) -> None:
     """Dtypes by name: fp64, fp32, bf16, fp16."""
     v.params_dtype = "fp64" if v.fp64 else "bf16" if v.bf16 else "fp16" if v.fp16 else "fp32"
     main = v.megatron_fsdp_main_params_dtype
-    v.main_params_dtype = v.params_dtype if main == "auto" else main
+    if "main_params_dtype" not in v.explicit or not v.use_precision_aware_optimizer:
+        v.main_params_dtype = v.params_dtype if main == "auto" else main
     if v.megatron_fsdp_main_grads_dtype != "auto":
         v.main_grads_dtype = v.megatron_fsdp_main_grads_dtype
     if v.fp64:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.train.optimizer import OptimizerConfig, build_optimizer, group_options, parameter_groups
+from megatron.train.adam_states import StateDtypes, decode, encode
+from megatron.train.muon import MuonConfig, orthogonalise, scale_factor
+from megatron.train.optimizer import (
+    OptimizerConfig,
+    build_optimizer,
+    group_options,
+    optimizer_config,
+    parameter_groups,
+    write_group_map,
+)
+from tests.unit.train.test_arguments import config as train_config
 
 NAMES = {
     "embedding.word_embeddings.weight": (8, 4),
@@ -88,7 +101,8 @@ def test_the_backends_adam_gets_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "lion"}, "--optimizer lion"),
+        ({"kind": "soap"}, "--optimizer soap"),
+        ({"kind": "lion", "implementation": "fused"}, "--optimizer-impl fused: --optimizer lion"),
         (
             {"kind": "sgd", "implementation": "te"},
             "--optimizer-impl te is no implementation of --optimizer sgd",
@@ -97,7 +111,7 @@ def test_the_backends_adam_gets_what_it_needs() -> None:
         ({"implementation": "apex"}, "apex is not installed"),
     ],
 )
-def test_what_cannot_be_built_is_named(changes: dict[str, str], words: str) -> None:
+def test_what_cannot_be_built_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build_optimizer(named(), dataclasses.replace(OptimizerConfig(), **changes))
 
@@ -105,3 +119,119 @@ def test_what_cannot_be_built_is_named(changes: dict[str, str], words: str) -> N
 def test_a_frozen_model_has_nothing_to_optimise() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer([("a", nn.Parameter(torch.ones(1), requires_grad=False))], OptimizerConfig())
+
+
+def test_flags_reach_the_optimizer() -> None:
+    words = (
+        "--adam-beta1 0.8 --adam-eps 1e-6 --sgd-momentum 0.7 --apply-wd-to-qk-layernorm --lion-beta1 0.6 "
+        "--lion-beta2 0.5 --muon-momentum 0.3 --muon-nesterov --muon-num-ns-steps 3 --muon-coefficient-type simple "
+        "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 0.2 --muon-tp-mode blockwise "
+        "--muon-scalar-optimizer lion --muon-fp32-matmul-prec high --optimizer muon --use-precision-aware-optimizer "
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16 --bf16"
+    )
+    made = train_config(words)
+    config = optimizer_config(made)
+    assert made.main_params_dtype == "fp16"
+    assert (config.betas[0], config.eps, config.momentum, config.decay_qk_norms) == (0.8, 1e-6, 0.7, True)
+    assert config.states == StateDtypes(torch.bfloat16, torch.float16)
+    assert config.muon == MuonConfig(
+        0.3, True, 3, "simple", "unit_rms_norm", 0.2, "blockwise", "lion", "high", (8, 8), (0.6, 0.5)
+    )
+    config = optimizer_config(
+        train_config("--no-weight-decay-cond-type apply_wd_to_qk_layernorm --muon-no-split-qkv")
+    )
+    assert config.decay_qk_norms and config.muon.head_rows is None and config.states == StateDtypes()
+    mup = optimizer_config(train_config("--use-mup --mup-base-hidden-size 16"))
+    assert mup.hidden_lr_mult == 0.25
+
+
+def test_mup_slows_hidden_matrices_only() -> None:
+    config = OptimizerConfig(hidden_lr_mult=0.25)
+    slow = {name for name, p in named() if group_options(name, p, config).lr_mult == 0.25}
+    assert slow == {"decoder.layers.0.self_attention.linear_qkv.weight"}
+
+
+def test_the_map_of_groups_is_written(tmp_path: Path) -> None:
+    write_group_map(str(tmp_path / "map.json"), named(), OptimizerConfig(decoupled_lr=0.5))
+    table = json.loads((tmp_path / "map.json").read_text())
+    assert set(table) == set(NAMES)
+    assert table["output_layer.weight"] == {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 0.5, "min_lr": None}
+
+
+def trained(config: OptimizerConfig, steps: int = 6) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    parameters = named()
+    optimizer = build_optimizer(parameters, config)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for _, parameter in parameters:
+            parameter.grad = 0.01 * torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return [parameter.detach() for _, parameter in parameters], optimizer
+
+
+def test_averages_in_sixteen_bits() -> None:
+    """Ours in fp32 is torch's; in 16 bits it stays near, and the states have the asked dtypes."""
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+    exact, _ = trained(dataclasses.replace(config, implementation="loop"))
+    wide, _ = trained(dataclasses.replace(config, states=StateDtypes(torch.float64, torch.float64)))
+    narrow, optimizer = trained(
+        dataclasses.replace(config, states=StateDtypes(torch.bfloat16, torch.float16))
+    )
+    for one, same, near in zip(exact, wide, narrow, strict=True):
+        torch.testing.assert_close(same, one, rtol=1e-5, atol=1e-6)
+        assert 0 < (near - one).norm() < 0.01 * (one - one.mean()).norm() + 0.01
+    state = next(iter(optimizer.state.values()))
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.bfloat16, torch.float16)
+
+
+def test_fp16_states_hold_small_squares() -> None:
+    values = torch.tensor([0.0, -3e-12, 1e-12, 0.5, 3e5])
+    torch.testing.assert_close(decode(encode(values, torch.float16)), values, rtol=2e-3, atol=0)
+
+
+def test_lion_is_its_definition() -> None:
+    config = OptimizerConfig(kind="lion", lr=0.1, weight_decay=0.2, muon=MuonConfig(lion_betas=(0.7, 0.9)))
+    moved, _ = trained(config)
+    parameters, generator = [p.detach().clone() for _, p in named()], torch.Generator().manual_seed(1)
+    averages = [torch.zeros_like(p) for p in parameters]
+    for _ in range(6):
+        for index, p in enumerate(parameters):
+            grad = 0.01 * torch.randn(p.shape, generator=generator)
+            p -= 0.1 * (0.2 * p + torch.sign(0.7 * averages[index] + 0.3 * grad))
+            averages[index] = 0.9 * averages[index] + 0.1 * grad
+    for one, other in zip(moved, parameters, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["simple", "quintic", "polar_express"])
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_orthogonal_directions(kind: str, shape: tuple[int, int]) -> None:
+    """All singular values come near one, singular vectors stay."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    out = orthogonalise(matrix, MuonConfig(coefficient_type=kind, num_ns_steps=8))
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    assert ((out - u @ v).norm() / (u @ v).norm()) < 0.35
+    values = torch.linalg.svdvals(out)
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_muon_moves_matrices_by_part_and_the_rest_by_adam() -> None:
+    muon = MuonConfig(momentum=0.8, nesterov=True, head_rows=(2, 1), extra_scale_factor=0.5)
+    config = OptimizerConfig(kind="muon", lr=0.1, weight_decay=0.2, muon=muon)
+    before = dict(named())
+    moved, _ = trained(config, steps=1)
+    after = dict(zip(NAMES, moved, strict=True))
+    generator = torch.Generator().manual_seed(1)
+    grads = {name: 0.01 * torch.randn(shape, generator=generator) for name, shape in NAMES.items()}
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    average = 0.2 * grads[name]
+    update = (0.2 * grads[name] + 0.8 * average).view(3, 4, 4)
+    expected = torch.zeros(3, 4, 4)
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 4)):
+        part = update[:, rows].reshape(-1, 4)
+        scaled = orthogonalise(part, muon) * scale_factor(*part.shape, "spectral") * 0.5
+        expected[:, rows] = scaled.view(3, -1, 4)
+    torch.testing.assert_close(after[name], before[name] * (1 - 0.02) - 0.1 * expected.view(12, 4))
+    adam, _ = trained(dataclasses.replace(config, kind="adam", implementation="loop"), steps=1)
+    for other in set(NAMES) - {name}:
+        torch.testing.assert_close(after[other], adam[list(NAMES).index(other)], rtol=1e-5, atol=1e-6)

@@ -37,10 +37,9 @@ FLAGS: tuple[Flag, ...] = (
         "--optimizer-impl",
         str,
         "auto",
-        "The implementation of the optimizer; auto takes Transformer Engine's or apex's on CUDA where "
-        "they are "
-        "installed, else torch's fused one.",
+        "Its implementation; auto: Transformer Engine's or apex's on CUDA where installed, else torch's.",
         "train/optimizer.py",
+        test="train/test_optimizer.py",
     ),
     works(
         "--metrics-file",

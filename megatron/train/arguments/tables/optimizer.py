@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
-STATES_FP32 = "optimizer states are fp32"
 SEE_OFFLOAD = "see --optimizer-cpu-offload"
-NO_MUON = "Muon is planned; use --optimizer adam"
 
 TITLE = "Optimizer"
 
@@ -15,9 +13,8 @@ FLAGS: tuple[Flag, ...] = (
         "--optimizer",
         str,
         "adam",
-        "adam (AdamW) or sgd.",
+        "adam (AdamW), sgd, lion, or muon (dist_muon is the same): hidden matrices by Muon.",
         "train/optimizer.py",
-        test="train/test_optimizer.py",
         choices=(
             "adam",
             "sgd",
@@ -28,14 +25,19 @@ FLAGS: tuple[Flag, ...] = (
             "adaptive_muon",
         ),
         refused_values=(
-            ("muon", "Muon is not there; use adam"),
-            ("dist_muon", "Muon is not there; use adam"),
-            ("adaptive_muon", "Muon is not there; use adam"),
-            ("lion", "Lion is not there; use adam"),
-            ("soap", "SOAP is not there; use adam"),
+            ("adaptive_muon", "experimental in Megatron-LM; use muon"),
+            ("soap", "experimental in Megatron-LM; use adam or muon"),
         ),
+        test="train/test_optimizer.py",
     ),
-    works("--adam-beta1", float, 0.9, "Decay of Adam's first moment.", "train/optimizer.py"),
+    works(
+        "--adam-beta1",
+        float,
+        0.9,
+        "Decay of Adam's first moment.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
     works(
         "--adam-beta2",
         float,
@@ -44,8 +46,17 @@ FLAGS: tuple[Flag, ...] = (
         "train/optimizer.py",
         test="train/test_arguments_scripts.py",
     ),
-    works("--adam-eps", float, 1e-08, "Added to the root of Adam's second moment.", "train/optimizer.py"),
-    works("--sgd-momentum", float, 0.9, "Momentum of SGD.", "train/optimizer.py"),
+    works(
+        "--adam-eps",
+        float,
+        1e-08,
+        "Added to the root of Adam's second moment.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--sgd-momentum", float, 0.9, "Momentum of SGD.", "train/optimizer.py", test="train/test_optimizer.py"
+    ),
     works(
         "--clip-grad",
         float,
@@ -97,16 +108,26 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Weight decay of the query and key norms too.",
         "train/optimizer.py",
+        test="train/test_optimizer.py",
     ),
-    not_yet(
+    works(
         "--no-weight-decay-cond-type",
         str,
         None,
-        "use --apply-wd-to-qk-layernorm",
+        "The older spelling of --apply-wd-to-qk-layernorm.",
+        "train/optimizer.py",
         choices=("apply_wd_to_qk_layernorm",),
+        test="train/test_optimizer.py",
     ),
     refused("--head-lr-mult", float, 1.0, "a factor for a classification head, which is not there"),
-    not_yet("--use-precision-aware-optimizer", Switch.ON, False, STATES_FP32),
+    works(
+        "--use-precision-aware-optimizer",
+        Switch.ON,
+        False,
+        "Averages and main parameters in the dtypes that the next flags name.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
     works(
         "--main-grads-dtype",
         str,
@@ -120,108 +141,188 @@ FLAGS: tuple[Flag, ...] = (
             "fp64",
         ),
     ),
-    not_yet(
+    works(
         "--main-params-dtype",
         str,
         "fp32",
-        "optimizer states are fp32; use --megatron-fsdp-main-params-dtype",
+        "Main parameters under --use-precision-aware-optimizer; else --megatron-fsdp-main-params-dtype.",
+        "train/arguments/resolve.py",
         choices=(
             "fp32",
             "fp16",
         ),
+        test="train/test_optimizer.py",
     ),
-    not_yet(
+    works(
         "--exp-avg-dtype",
         str,
         "fp32",
-        STATES_FP32,
+        "Adam's first average.",
+        "train/optimizer.py",
         choices=(
             "fp32",
             "fp16",
             "bf16",
             "fp8",
         ),
+        test="train/test_optimizer.py",
+        refused_values=(("fp8", "three bits of mantissa stop the averages from moving; use bf16"),),
     ),
-    not_yet(
+    works(
         "--exp-avg-sq-dtype",
         str,
         "fp32",
-        STATES_FP32,
+        "Adam's second average.",
+        "train/optimizer.py",
         choices=(
             "fp32",
             "fp16",
             "bf16",
             "fp8",
         ),
+        test="train/test_optimizer.py",
+        refused_values=(("fp8", "three bits of mantissa stop the averages from moving; use bf16"),),
     ),
-    not_yet(
+    refused(
         "--optimizer-cpu-offload",
         Switch.ON,
         False,
-        "optimizer states stay on the device; shard them with --use-distributed-optimizer",
+        "states stay on the device; use --use-distributed-optimizer or --exp-avg-dtype bf16",
     ),
-    not_yet("--optimizer-offload-fraction", float, 1.0, SEE_OFFLOAD),
-    not_yet("--overlap-cpu-optimizer-d2h-h2d", Switch.ON, False, SEE_OFFLOAD),
-    not_yet("--use-torch-optimizer-for-cpu-offload", Switch.ON, False, SEE_OFFLOAD),
-    not_yet("--no-pin-cpu-grads", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_grads"),
-    not_yet("--no-pin-cpu-params", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_params"),
+    refused("--optimizer-offload-fraction", float, 1.0, SEE_OFFLOAD),
+    refused("--overlap-cpu-optimizer-d2h-h2d", Switch.ON, False, SEE_OFFLOAD),
+    refused("--use-torch-optimizer-for-cpu-offload", Switch.ON, False, SEE_OFFLOAD),
+    refused("--no-pin-cpu-grads", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_grads"),
+    refused("--no-pin-cpu-params", Switch.OFF, True, SEE_OFFLOAD, dest="pin_cpu_params"),
     no_op(
         "--optimizer-cuda-graph",
         Switch.ON,
         False,
         "tunes kernels' launches: the optimizer is not captured in a graph",
     ),
-    not_yet("--lion-beta1", float, 0.95, "Lion is not there"),
-    not_yet("--lion-beta2", float, 0.98, "Lion is not there"),
-    not_yet("--muon-coefficient-type", str, "quintic", NO_MUON),
-    not_yet("--muon-extra-scale-factor", float, 1.0, NO_MUON),
-    not_yet(
+    works(
+        "--lion-beta1",
+        float,
+        0.95,
+        "Of the step of Lion.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--lion-beta2",
+        float,
+        0.98,
+        "Of the average of Lion.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--muon-coefficient-type",
+        str,
+        "quintic",
+        "simple, quintic or polar_express: the coefficients of its Newton-Schulz steps.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--muon-extra-scale-factor",
+        float,
+        1.0,
+        "Multiplies Muon's updates.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
         "--muon-fp32-matmul-prec",
         str,
         "medium",
-        NO_MUON,
+        "torch's precision of fp32 products in its Newton-Schulz steps.",
+        "train/optimizer.py",
         choices=(
             "low",
             "medium",
             "high",
         ),
+        test="train/test_optimizer.py",
     ),
-    not_yet("--muon-momentum", float, 0.9, NO_MUON),
-    not_yet("--muon-nesterov", Switch.ON, False, NO_MUON),
-    not_yet("--muon-no-split-qkv", Switch.OFF, True, NO_MUON, dest="muon_split_qkv"),
-    not_yet("--muon-num-ns-steps", int, 5, NO_MUON),
-    not_yet(
+    works(
+        "--muon-momentum",
+        float,
+        0.9,
+        "Momentum of Muon.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--muon-nesterov",
+        Switch.ON,
+        False,
+        "Nesterov's momentum.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--muon-no-split-qkv",
+        Switch.OFF,
+        True,
+        "Orthogonalise the fused projection of queries, keys and values as one matrix.",
+        "train/optimizer.py",
+        dest="muon_split_qkv",
+        test="train/test_optimizer.py",
+    ),
+    works(
+        "--muon-num-ns-steps",
+        int,
+        5,
+        "Newton-Schulz steps.",
+        "train/optimizer.py",
+        test="train/test_optimizer.py",
+    ),
+    works(
         "--muon-scalar-optimizer",
         str,
         "adam",
-        NO_MUON,
+        "What moves embeddings, head, norms and biases.",
+        "train/optimizer.py",
         choices=(
             "adam",
             "lion",
         ),
+        test="train/test_optimizer.py",
     ),
-    not_yet(
+    works(
         "--muon-scale-mode",
         str,
         "spectral",
-        NO_MUON,
+        "How updates are scaled by a matrix's shape.",
+        "train/optimizer.py",
         choices=(
             "spectral",
             "unit_rms_norm",
             "shape_scaling",
         ),
+        test="train/test_optimizer.py",
     ),
-    not_yet(
+    works(
         "--muon-tp-mode",
         str,
         "duplicated",
-        NO_MUON,
+        "Tensor-parallel pieces: each for itself (blockwise), or gathered (the other two, which are the same here).",
+        "train/optimizer.py",
         choices=(
             "blockwise",
             "duplicated",
             "distributed",
         ),
+        test="train/test_optimizer.py",
     ),
-    not_yet("--muon-use-syrk", Switch.ON, False, NO_MUON),
-    not_yet("--dump-param-to-param-group-map", str, None, "the map of parameters to groups is not written"),
+    no_op("--muon-use-syrk", Switch.ON, False, "tunes a kernel, with the same result"),
+    works(
+        "--dump-param-to-param-group-map",
+        str,
+        None,
+        "Write the options of each parameter to this JSON file.",
+        "train/build.py",
+        test="train/test_optimizer.py",
+    ),
 )
