@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.train.checkpoint import MARKER
+from megatron.train.checkpoint import MARKER, directory_of, latest_iteration, read_shapes
 from tests.pool import run_ranks
 from tests.unit.train.jobs import Outcome, run_jobs
 
@@ -38,19 +38,19 @@ def succeed(outcomes: list[list[Outcome]]) -> list[Outcome]:
     [
         (1, "--data-parallel-sharding-strategy no_shard"),
         (2, "--data-parallel-sharding-strategy optim --optimizer sgd"),
-        (2, "--data-parallel-sharding-strategy optim_grads_params --bf16"),
+        (2, "--data-parallel-sharding-strategy optim_grads_params --bf16 --async-save --save-interval 1"),
         (3, "--data-parallel-sharding-strategy optim_grads --no-gradient-accumulation-fusion"),
     ],
 )
 def test_three_and_three_steps_are_six(tmp_path: Path, ranks: int, flags: str) -> None:
-    """K01, K13, K16, K17: data order, dropout, learning rate, optimizer and evaluation, with dropout on."""
+    """K01, K13, K16, K17: data order, dropout, learning rate, optimizer and evaluation, with dropout on; K07."""
     batch = 4 * ranks
     common = f"{flags} --global-batch-size {batch} --train-iters 6 --eval-interval 2 --lr-warmup-iters 2"
     six, three, rest = succeed(
         jobs(
             ranks,
             [
-                common,
+                f"{common} --save {tmp_path / 'six'}",
                 f"{common} --exit-interval 3 --save {tmp_path}",
                 f"{common} --load {tmp_path} --save {tmp_path}",
             ],
@@ -139,3 +139,95 @@ def test_nothing_to_load(tmp_path: Path) -> None:
     )
     assert fresh[0].error is None and "holds no checkpoint yet" in fresh[0].text
     assert strict[0].users and MARKER in str(strict[0].error)
+
+
+def test_three_steps_more_in_another_layout(tmp_path: Path) -> None:
+    """K01: six steps, and three and three in other layouts, are one truth."""
+    common = (
+        "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --train-iters 6 --fp64 --swiglu "
+        "--ffn-hidden-size 24 --num-layers 4 --init-method-std 0.2 --eval-iters 0"
+    )
+    tensor = f"{common} --tensor-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads_params"
+    pipeline = (
+        f"{common} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--data-parallel-sharding-strategy optim"
+    )
+    six, _, pipelined, sharded = succeed(
+        jobs(
+            4,
+            [
+                tensor,
+                f"{tensor} --exit-interval 3 --save {tmp_path}",
+                f"{pipeline} --load {tmp_path}",
+                f"{common} --load {tmp_path} --data-parallel-sharding-strategy optim_grads",
+            ],
+        )
+    )
+    for rest in (pipelined, sharded):
+        assert "random states belong to 4 ranks (tp 2, dp_shard 2), this run has 4 (" in rest.text
+        for name in ("lm_loss", "grad_norm", "params_norm", "learning_rate"):
+            assert rest.series(name) == pytest.approx(six.series(name)[3:], rel=1e-9), name
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """The newest whole one before it, with a warning; the run ends as if nothing had happened."""
+    common = f"--global-batch-size 4 --train-iters 4 --save-interval 1 --save {tmp_path}"
+    (whole,) = succeed(jobs(1, [common]))
+    path = directory_of(tmp_path, 4) / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    ((asked,), (resumed,)) = jobs(
+        1, [f"{common} --load {tmp_path} --ckpt-step 4", f"{common} --load {tmp_path}"]
+    )
+    assert asked.users and f"{path} is damaged" in str(asked.error)
+    assert resumed.error is None, resumed.error
+    assert (
+        f"warning: {path} is damaged: its content does not match its checksum: loading iteration 3"
+        in resumed.text
+    )
+    assert resumed.numbers == whole.numbers[3:]
+    assert_equal_weights(resumed, whole)
+
+
+def test_checkpoints_that_the_next_replaces(tmp_path: Path) -> None:
+    """--non-persistent-save-interval: one of them at a time, beside the others, and the newest of both is loaded."""
+    intervals = "--save-interval 4 --non-persistent-save-interval 2"
+    common = f"--global-batch-size 4 --train-iters 8 {intervals} --save {tmp_path}"
+    (whole,) = succeed(jobs(1, [common]))
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000008"]
+    others = tmp_path / "non_persistent"
+    assert [path.name for path in others.glob("iter_*")] == ["iter_0000006"] and latest_iteration(others) == 6
+    (tmp_path / MARKER).write_text("4")
+    elsewhere = f"{common} --load {tmp_path} --non-persistent-global-ckpt-dir {tmp_path / 'elsewhere'}"
+    newest, other = succeed(jobs(1, [f"{common} --load {tmp_path}", f"{elsewhere} --ckpt-step 4"]))
+    assert newest.numbers == whole.numbers[6:]
+    assert other.numbers == whole.numbers[4:]
+    assert latest_iteration(tmp_path / "elsewhere") == 6
+
+
+def test_parts_that_are_left_out(tmp_path: Path) -> None:
+    """Of the file, or in it: each changes the steps that follow, and nothing else."""
+    common = "--global-batch-size 4 --train-iters 4"
+    six, _, _, no_optimizer, no_rng, both_there, left = succeed(
+        jobs(
+            1,
+            [
+                common,
+                f"{common} --exit-interval 2 --save {tmp_path / 'all'}",
+                f"{common} --exit-interval 2 --save {tmp_path / 'weights'} --no-save-optim --no-save-rng",
+                f"{common} --load {tmp_path / 'all'} --no-load-optim --dist-ckpt-strictness raise_all",
+                f"{common} --load {tmp_path / 'all'} --no-load-rng",
+                f"{common} --load {tmp_path / 'all'} --dist-ckpt-strictness raise_all",
+                f"{common} --load {tmp_path / 'weights'} --no-load-rng",
+            ],
+        )
+    )
+    assert both_there.numbers == six.numbers[2:]
+    assert no_optimizer.series("lm_loss")[0] == six.series("lm_loss")[2]
+    assert no_optimizer.series("lm_loss")[1] != six.series("lm_loss")[3]
+    assert no_rng.series("lm_loss")[0] != six.series("lm_loss")[2]
+    assert left.series("lm_loss")[0] == no_rng.series("lm_loss")[0]
+    assert left.series("lm_loss")[1] != no_rng.series("lm_loss")[1]
+    names = {name.split(".")[0] for name in read_shapes(tmp_path / "weights", 2)}
+    assert names == {"model"}
