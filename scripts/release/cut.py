@@ -1,0 +1,101 @@
+"""scripts/cut_release.sh: a release branch with its version and changelog, or a patch release of one that exists."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+
+from scripts.release.git import Git, ReleaseError
+from scripts.release.state import State
+
+VERSION = re.compile(r'version="([^"]+)"')
+UNRELEASED = "## Unreleased"
+
+
+def cut(options: argparse.Namespace, git: Git) -> int:
+    """Cut X.Y (a new branch core_rX.Y, version X.Y.0) or X.Y.Z (Z > 0, on the branch that exists)."""
+    State.need_none(git)
+    numbers = re.fullmatch(r"(\d+)\.(\d+)(?:\.([1-9]\d*))?", options.version)
+    if not numbers:
+        raise ReleaseError(
+            f"{options.version}: a version is X.Y for a new branch or X.Y.Z, Z > 0, for a patch"
+        )
+    major, minor, patch = numbers.groups()
+    branch, version = f"core_r{major}.{minor}", f"{major}.{minor}.{patch or 0}"
+    tag = f"core_v{version}"
+    git.need_clean()
+    came_from = git.branch()
+    if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/tags/{tag}"):
+        raise ReleaseError(f"{version} was released before: tag {tag} exists")
+    if patch is None and git.has_branch(branch):
+        raise ReleaseError(f"{branch} exists; cut a patch release: {major}.{minor}.1 or later")
+    if patch is not None and not git.has_branch(branch):
+        raise ReleaseError(f"{branch} does not exist; cut {major}.{minor} first")
+    base = options.main if patch is None else branch
+    entries = _entries(base, git)
+    if options.dry_run:
+        print(f"would release {version} on {branch}, tag {tag}, with:\n" + "\n".join(entries))
+        return 0
+    git.run("switch", "--quiet", *(["--create", branch, options.main] if patch is None else [branch]))
+    _commit_release(version, entries, git)
+    git.run("tag", "--annotate", tag, "--message", f"Release {version}")
+    if patch is None:
+        git.run("switch", "--quiet", options.main)
+        _commit_next(f"{major}.{int(minor) + 1}.0.dev0", version, entries, git)
+    git.run("switch", "--quiet", *([] if git.has_branch(came_from) else ["--detach"]), came_from)
+    print(f"released {version}: branch {branch}, tag {tag}; nothing was pushed")
+    return 0
+
+
+def _entries(base: str, git: Git) -> list[str]:
+    """What the changelog says of the release: its Unreleased section, else the subjects since the last release."""
+    text = (
+        git.run("show", f"{base}:CHANGELOG.md")
+        if git.succeeds("cat-file", "-e", f"{base}:CHANGELOG.md")
+        else ""
+    )
+    section = re.search(rf"^{UNRELEASED}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    lines = [line for line in section.group(1).strip().split("\n") if line] if section else []
+    if lines:
+        return lines
+    last = git.run("describe", "--tags", "--abbrev=0", "--match=core_v*", base) if git.succeeds(
+        "describe", "--tags", "--abbrev=0", "--match=core_v*", base
+    ) else ""  # fmt: skip
+    subjects = git.run("log", "--reverse", "--format=- %s", f"{last}..{base}" if last else base)
+    return subjects.split("\n") if subjects else ["- nothing changed"]
+
+
+def _write(version: str, changelog: str, git: Git) -> None:
+    setup = git.root / "setup.py"
+    text = setup.read_text()
+    if not VERSION.search(text):
+        raise ReleaseError('setup.py: no version="..." to change')
+    setup.write_text(VERSION.sub(f'version="{version}"', text, count=1))
+    (git.root / "CHANGELOG.md").write_text(changelog)
+    git.run("add", "setup.py", "CHANGELOG.md")
+
+
+def _changelog(git: Git) -> tuple[str, str]:
+    """(text before the first section, older releases); the Unreleased section is left out."""
+    path = git.root / "CHANGELOG.md"
+    text = path.read_text() if path.exists() else "# Changelog\n"
+    head, _, _ = text.partition("\n## ")
+    older = re.sub(
+        rf"^{UNRELEASED}\n.*?(?=^## |\Z)", "", text[len(head) + 1 :], flags=re.MULTILINE | re.DOTALL
+    )
+    return head.rstrip("\n"), older.strip("\n")
+
+
+def _commit_release(version: str, entries: list[str], git: Git) -> None:
+    head, older = _changelog(git)
+    section = f"## {version} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
+    _write(version, f"{head}\n\n{section}\n" + (f"\n{older}\n" if older else ""), git)
+    git.run("commit", "--quiet", "--message", f"Release {version}")
+
+
+def _commit_next(version: str, released: str, entries: list[str], git: Git) -> None:
+    head, older = _changelog(git)
+    section = f"## {released} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
+    _write(version, f"{head}\n\n{UNRELEASED}\n\n{section}\n" + (f"\n{older}\n" if older else ""), git)
+    git.run("commit", "--quiet", "--message", f"Begin {version}")

@@ -1,0 +1,165 @@
+"""Picks and reverts: applied one by one on a branch of their own, checked, and only then put on the release branch.
+
+Exit statuses: 0 done; 3 conflict; 4 checks failed. In both latter cases the release branch is as it was, and the state
+says what --continue and --abort do.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from scripts.release.checks import check, write_report
+from scripts.release.git import Git, ReleaseError
+from scripts.release.impact import CASES
+from scripts.release.state import State
+
+CONFLICT, CHECKS_FAILED = 3, 4
+
+
+def start(state: State, git: Git) -> int:
+    """Make the branch and apply the commits."""
+    if git.has_branch(state.branch):
+        raise ReleaseError(f"branch {state.branch} exists already; delete it or finish what it is about")
+    git.run("switch", "--quiet", "--create", state.branch, state.onto)
+    state.save(git)
+    return _apply(state, git)
+
+
+def resume(git: Git) -> int:
+    """--continue: after a conflict was resolved, or checks that failed were mended on the branch."""
+    state = State.load(git)
+    if git.branch() != state.branch:
+        raise ReleaseError(f"{state.branch} is not checked out; git switch {state.branch}, then --continue")
+    if state.stage == "applying":
+        if git.conflicted():
+            raise ReleaseError(
+                "still in conflict: " + ", ".join(git.unmerged()) + "; resolve and git add them"
+            )
+        if _in_progress(git):
+            _conclude(state, git)
+        state.done += 1
+        state.save(git)
+        return _apply(state, git)
+    git.need_clean()
+    return _check(state, git)
+
+
+def abort(git: Git) -> int:
+    """--abort: back to where it began; the release branch never changed."""
+    state = State.load(git)
+    for name in ("cherry-pick", "revert"):
+        if _in_progress(git, name):
+            git.run(name, "--abort")
+    if git.branch() == state.branch:
+        git.need_clean()
+    git.run(
+        "switch", "--quiet", *(["--detach"] if not git.has_branch(state.came_from) else []), state.came_from
+    )
+    git.run("branch", "--quiet", "-D", state.branch)
+    State.clear(git)
+    print(f"gave up the {state.kind}; {state.onto} is as it was, {state.came_from} is checked out")
+    return 0
+
+
+def _in_progress(git: Git, name: str | None = None) -> bool:
+    heads = {"cherry-pick": "CHERRY_PICK_HEAD", "revert": "REVERT_HEAD"}
+    return any(git.path(heads[each]).exists() for each in ([name] if name else heads))
+
+
+def _conclude(state: State, git: Git) -> None:
+    """Commit a pick or revert whose conflicts the user resolved."""
+    message = state.messages.get(state.commits[state.done])
+    _bring_cases(state, git)
+    if git.succeeds("diff", "--cached", "--quiet"):
+        git.run("cherry-pick" if state.kind == "pick" else "revert", "--skip")
+    elif message:
+        git.run("commit", "--quiet", "--message", message)
+    else:
+        git.run("commit", "--quiet", "--no-edit")
+
+
+def _bring_cases(state: State, git: Git) -> None:
+    """Keep with a revert the cases that caused it, where the branch does not have them."""
+    for case in state.cases if state.bring else []:
+        git.run("checkout", "--quiet", state.bring, "--", f"{CASES}/{case}")
+
+
+def apply_one(state: State, git: Git) -> bool:
+    """Apply the next commit; False if it stops in a conflict."""
+    commit = state.commits[state.done]
+    if state.kind == "pick":
+        done = git.succeeds("cherry-pick", "-x", commit)
+    else:
+        done = git.succeeds("revert", "--no-commit", commit)
+        if done:
+            _bring_cases(state, git)
+            git.run("commit", "--quiet", "--message", state.messages[commit])
+    if not done and not git.conflicted():
+        if not git.succeeds("diff", "--cached", "--quiet"):
+            raise RuntimeError(f"git could not apply {git.subject(commit)}")
+        git.run("cherry-pick" if state.kind == "pick" else "revert", "--skip")  # nothing of it is new here
+        return True
+    return done
+
+
+def _apply(state: State, git: Git) -> int:
+    while state.done < len(state.commits):
+        if not apply_one(state, git):
+            state.save(git)
+            commit = git.subject(state.commits[state.done])
+            print(
+                f"CONFLICT in {commit}:\n  " + "\n  ".join(git.unmerged()) + "\n"
+                f"{state.onto} is untouched. Resolve the files, `git add` them, then go on with --continue; "
+                "or go back with --abort."
+            )
+            return CONFLICT
+        state.done += 1
+        state.save(git)
+    state.stage = "checking"
+    state.save(git)
+    return _check(state, git)
+
+
+def _check(state: State, git: Git) -> int:
+    results = check(state, git)
+    report = write_report(state, results, git)
+    failed = [each for each in results if each.status]
+    if failed:
+        print(
+            f"FAILED: {', '.join(each.title for each in failed)}; the report: {report}\n"
+            f"{state.onto} is untouched. Mend on {state.branch} (commit) and go on with --continue; or go back "
+            "with --abort."
+        )
+        return CHECKS_FAILED
+    back = [] if git.has_branch(state.came_from) else ["--detach"]
+    if state.merge:
+        git.run("switch", "--quiet", state.onto)
+        git.run("merge", "--quiet", "--ff-only", state.branch)
+        git.run("branch", "--quiet", "-d", state.branch)
+    git.run("switch", "--quiet", *back, state.came_from)
+    State.clear(git)
+    where = f"{state.onto} holds" if state.merge else f"branch {state.branch}, ready for review, holds"
+    print(f"green: {where} {len(state.commits)} commit(s); the report: {report}")
+    return 0
+
+
+def dry_run(state: State, git: Git, cases: list[str]) -> int:
+    """Say what would be done, and whether it would apply, in a working tree of its own."""
+    print(f"would make {state.branch} from {state.onto} and {state.kind}:")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        git.run("worktree", "add", "--quiet", "--detach", str(tree), state.onto)
+        try:
+            inside = Git(tree)
+            for commit in state.commits:
+                well = apply_one(state, inside)
+                print(f"  {'applies ' if well else 'CONFLICT'}  {git.subject(commit)}")
+                if not well:
+                    print("    " + "\n    ".join(inside.unmerged()))
+                    return CONFLICT
+                state.done += 1
+        finally:
+            git.run("worktree", "remove", "--force", str(tree))
+    print(f"would run: {state.unit_tests or 'no unit tests'}; cases: {', '.join(cases) or 'none'}")
+    return 0
