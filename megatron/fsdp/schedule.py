@@ -78,6 +78,7 @@ class Engine:
         self.streams.begin_step()
         for unit in self.units:
             unit.calls = 0
+            unit.in_forward = False
             if unit.phase is not Phase.IDLE:
                 self.release(unit, force=True)
             for group in unit.groups:
@@ -97,6 +98,8 @@ class Engine:
 
     def end_forward(self) -> None:
         """The root forward is complete: remember its order."""
+        for unit in self._recording:
+            unit.in_forward = False
         self.forward_order = self._recording
         self._recording = []
 
@@ -105,6 +108,7 @@ class Engine:
         self.acquire(unit)
         if in_backward:
             return
+        unit.in_forward = True
         unit.calls += 1
         unit.called_twice |= unit.calls > 1
         self._recording.append(unit)
@@ -115,6 +119,7 @@ class Engine:
 
     def leave_forward(self, unit: Unit, in_backward: bool, with_graph: bool) -> None:
         """Release `unit` after a forward, unless its backward comes next or it is to stay."""
+        unit.in_forward = unit.in_forward and in_backward
         if unit.phase is Phase.BACKWARD:
             return
         unit.phase = Phase.IDLE
@@ -213,7 +218,9 @@ class Engine:
                 return
         unit.in_backward.clear()
         unit.backward_over = True
-        if unit.reshard_after_backward:
+        if unit.in_forward:  # another microbatch's forward takes turns with this backward and needs it still
+            unit.phase = Phase.FORWARD
+        elif unit.reshard_after_backward:
             self.release(unit)
         else:
             self._let_go(unit)

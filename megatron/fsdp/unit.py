@@ -59,6 +59,7 @@ class Unit:
         self.backward_needs_parameters = any(_backward_needs_parameters(module) for module in modules)
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
+        self.in_forward = False  # a forward outside of backward is under way
         self.calls = 0  # forwards in the current root forward
         self.called_twice = False  # ever, within one root forward
         self.fired: set[int] = set()  # ids of parameters whose autograd gradient is final in this pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,11 @@ class LayerContext:
     def layer_name(self) -> str:
         """The layer's name in reports: layer_{global index}, or mtp_{index}."""
         return layer_name(self.config, self.layer_number - 1)
+
+    @property
+    def recipe(self) -> str | None:
+        """What the layer computes in (Backend.layer_recipe)."""
+        return self.backend.layer_recipe(self.layer_number - 1, self.config.num_layers)
 
     @property
     def cp_comm_type(self) -> str:
@@ -181,6 +187,7 @@ class Block(nn.Module):
         self.layer_number = context.layer_number
         self._fp32_residual = config.fp32_residual_connection
         self._from_norm = config.variants.residual_post_layernorm
+        self._autocast = partial(backend.autocast, context.recipe)
         self.input_layernorm = spec.input_layernorm(context) if spec.input_layernorm else None
         self.self_attention = spec.attention(context)
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context) if spec.pre_mlp_layernorm else None
@@ -194,8 +201,9 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
-        hidden = self._add(hidden, self.input_layernorm, lambda x: self.self_attention(x, inputs))
-        return self._add(hidden, self.pre_mlp_layernorm, self._run_mlp)
+        with self._autocast():
+            hidden = self._add(hidden, self.input_layernorm, lambda x: self.self_attention(x, inputs))
+            return self._add(hidden, self.pre_mlp_layernorm, self._run_mlp)
 
     def _run_mlp(self, x: Tensor) -> Tensor:
         return self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)

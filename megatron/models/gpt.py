@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +123,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.pre_process, self.post_process = pre_process, post_process
         self._mesh = mesh
+        self._model_autocast, self._head_autocast = backend.model_autocast, partial(backend.autocast, None)
         _check_parallel(config, mesh)
         for kind in config.cp_comm_type:  # here, since all ranks must ask, whatever the layers of their stage
             context_groups(config, mesh, kind)
@@ -209,25 +211,32 @@ class GPTModel(nn.Module):
         assert hidden is not None, "a stage without the embedding needs the hidden states of the stage before"
         rotary = self._rotary(position_ids, hidden.dtype)
         inputs = self._attention_inputs(rotary, attention_mask, document_ids)
-        hidden = self.decoder(hidden, inputs)
-        if self.output_layer is None:
-            return hidden
-        if labels is None:
-            return self._without_padding(self.output_layer(self._for_head(hidden))).transpose(0, 1)
-        losses = self._losses(hidden, labels)
-        if self.mtp is None or not (self.training and torch.is_grad_enabled()):
-            return losses
-        assert self.embedding is not None and tokens is not None, "multi-token prediction needs the tokens"
-        if position_ids is None:
-            position_ids = self._default_positions(tokens)
-        targets = PredictionTargets(tokens, position_ids, labels, loss_mask)
-        return self.mtp(hidden, targets, inputs, self.embedding, self._losses, losses)
+        with self._model_autocast():
+            hidden = self.decoder(hidden, inputs)
+            if self.output_layer is None:
+                return hidden
+            if labels is None:
+                return self._without_padding(self._head(hidden)).transpose(0, 1)
+            losses = self._losses(hidden, labels)
+            if self.mtp is None or not (self.training and torch.is_grad_enabled()):
+                return losses
+            assert self.embedding is not None and tokens is not None, (
+                "multi-token prediction needs the tokens"
+            )
+            if position_ids is None:
+                position_ids = self._default_positions(tokens)
+            targets = PredictionTargets(tokens, position_ids, labels, loss_mask)
+            return self.mtp(hidden, targets, inputs, self.embedding, self._losses, losses)
+
+    def _head(self, hidden: Tensor, **targets: Any) -> Tensor:
+        assert self.output_layer is not None
+        with self._head_autocast():
+            return self.output_layer(self._for_head(hidden), **targets)
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Losses [b, s] of normalised hidden states."""
-        assert self.output_layer is not None
         real = self._num_real_columns(self.config.padded_vocab_size // self._mesh.size("tp"))
-        losses: Tensor = self.output_layer(self._for_head(hidden), labels=labels.t(), num_real=real)
+        losses: Tensor = self._head(hidden, labels=labels.t(), num_real=real)
         return losses.t().contiguous()
 
     def _for_head(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,7 @@ class PredictionLayer(nn.Module):
     def __init__(self, spec: BlockSpec, context: LayerContext) -> None:
         super().__init__()
         hidden = context.config.hidden_size
+        self._autocast = partial(context.backend.autocast, context.recipe)
         self.enorm, self.hnorm = context.norm(), context.norm()
         self.eh_proj = context.backend.Linear(
             2 * hidden, hidden, bias=False, parallel_mode=None, name=f"{context.layer_name}.eh_proj"
@@ -45,7 +47,9 @@ class PredictionLayer(nn.Module):
         """embedded, hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape."""
         dtype = next(self.eh_proj.parameters()).dtype
         joined = torch.cat((self.enorm(embedded.to(dtype)), self.hnorm(hidden.to(dtype))), dim=-1)
-        return self.final_layernorm(self.transformer_layer(self.eh_proj(joined), inputs).to(dtype))
+        with self._autocast():
+            joined = self.eh_proj(joined)
+        return self.final_layernorm(self.transformer_layer(joined, inputs).to(dtype))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ class Pending:
     ) -> None:
         self._output, self._work, self._finish = output, work, finish
 
+    @property
+    def unfinished(self) -> Tensor:
+        """The tensor that the result comes into; not to be read before `wait()`."""
+        assert self._finish is None
+        return self._output
+
     def wait(self) -> Tensor:
         """Block (on CUDA: the current stream) until the result is there, and return it."""
         if self._work is not None:
@@ -144,7 +150,37 @@ def all_to_all(
     input_splits: Sequence[int] | None = None,
 ) -> Tensor:
     """Exchange rows (dim 0) between all ranks, see `launch_all_to_all`."""
-    return x if group is None else _AllToAll.apply(x, group, output_splits, input_splits)
+    return Exchange(x, group, output_splits, input_splits).wait()
+
+
+class Exchange:
+    """An all-to-all under way in forward; `wait()` gives its result, differentiable.
+
+    What is computed between the two is computed while rows travel, and so it is in backward: the way back is launched
+    where the result's gradient is ready, and waited for where the input's gradient is wanted. Autograd runs what was
+    computed in between in between. `switch` is called before each wait, in forward and in backward.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        group: ProcessGroup | None,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        switch: Callable[[], None] | None = None,
+    ) -> None:
+        self.group, self.switch = group, switch
+        self.splits = (output_splits, input_splits)
+        self.forth = self.back = Pending(x)
+        self._started = x if group is None else _StartExchange.apply(x, self)
+
+    def wait(self) -> Tensor:
+        """The rows that came. To be called once."""
+        if self.group is None:
+            return self._started
+        if self.switch is not None:
+            self.switch()
+        return _FinishExchange.apply(self._started, self)
 
 
 def _sum_pieces(received: Tensor, size: int) -> Tensor:
@@ -243,19 +279,32 @@ class _ReduceScatter(torch.autograd.Function):
         return _gather_along(grad, ctx.group, ctx.dim), None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: ProcessGroup,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-    ) -> Tensor:
-        ctx.group, ctx.splits = group, (output_splits, input_splits)
-        return launch_all_to_all(x, group, output_splits, input_splits).wait()
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        output_splits, input_splits = exchange.splits
+        exchange.forth = launch_all_to_all(x, exchange.group, output_splits, input_splits)
+        return exchange.forth.unfinished
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        output_splits, input_splits = ctx.splits
-        return launch_all_to_all(grad, ctx.group, input_splits, output_splits).wait(), None, None, None
+        exchange = ctx.exchange
+        if exchange.switch is not None:
+            exchange.switch()
+        return exchange.back.wait(), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.forth.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        output_splits, input_splits = exchange.splits
+        exchange.back = launch_all_to_all(grad, exchange.group, input_splits, output_splits)
+        return grad, None  # of the right shape; what counts is on its way

@@ -33,6 +33,7 @@ from megatron.models.moe.experts import global_names
 from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from megatron.parallel.random import RngStreams
+from megatron.train.arguments.fp8 import fp8_settings_from
 from megatron.train.arguments.model import model_config_from
 from megatron.train.config import TrainConfig
 from megatron.train.data import DataIterators, build_data_iterators, data_config_from_args, validate_data
@@ -136,7 +137,8 @@ def build_backend(config: TrainConfig, mesh: ParallelMesh, streams: RngStreams |
         set_variables(
             attention_environment(config.attention_backend)
         )  # before Transformer Engine is imported
-        backend = TransformerEngineBackend(options, EngineSettings(config.attention_backend))
+        settings = EngineSettings(config.attention_backend, fp8_settings_from(config))
+        backend = TransformerEngineBackend(options, settings, amax_group=mesh.group("tp_dp_cp"))
         if mesh.global_rank == 0:
             print(backend.describe(), flush=True)
         return backend
@@ -254,6 +256,7 @@ def step_options(config: TrainConfig) -> StepOptions:
         clip_grad=config.clip_grad,
         stop_at_nan=config.check_for_nan_in_loss_and_grad,
         count_zeros=config.log_num_zeros_in_grad,
+        overlap_experts=config.overlap_moe_expert_parallel_comm,
     )
 
 

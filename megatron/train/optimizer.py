@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.models.variants import MuPConfig
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.adam_states import Lion, PrecisionAwareAdam, StateDtypes
+from megatron.train.external_adam import ExternalAdam
 from megatron.train.grad_norm import local_tensor
 from megatron.train.muon import Muon, MuonConfig, is_matrix
 
@@ -129,7 +130,9 @@ def build_optimizer(
         raise ValueError(f"--optimizer {config.kind} is not built; use adam, sgd, lion or muon")
     name = config.implementation
     if name == "auto":
-        name = "te" if on_cuda and config.kind == "adam" and backend_adam() is not None else "fused"
+        name = "fused"
+        if on_cuda and config.kind == "adam":
+            name = fastest_adam(backend_adam(), apex_adam())
     if name not in implementations:
         raise ValueError(
             f"--optimizer-impl {name} is no implementation of --optimizer {config.kind}; use auto or one of "
@@ -236,6 +239,20 @@ def _torch_sgd(**options: bool) -> Callable[..., torch.optim.Optimizer]:
     return build
 
 
+def fastest_adam(backend: FusedAdam | None, apex: FusedAdam | None) -> str:
+    """What --optimizer-impl auto takes for Adam on CUDA: the backend's own, apex's, torch's."""
+    return "te" if backend is not None else "apex" if apex is not None else "fused"
+
+
+def apex_adam() -> FusedAdam | None:
+    """apex's FusedAdam, None where apex is not installed."""
+    try:
+        from apex.optimizers import FusedAdam as ApexAdam
+    except ImportError:
+        return None
+    return ApexAdam
+
+
 def _backend_adam(
     groups: list[dict[str, Any]], config: OptimizerConfig, backend_adam: Callable[[], FusedAdam | None]
 ) -> torch.optim.Optimizer:
@@ -245,29 +262,23 @@ def _backend_adam(
             "--optimizer-impl te: this backend has no Adam of its own; use --transformer-impl "
             "transformer_engine on a GPU, or --optimizer-impl fused"
         )
-    return _external_adam(adam, groups, config)
+    return ExternalAdam(adam, groups, _adam_options(config))
 
 
 def _apex_adam(groups: list[dict[str, Any]], config: OptimizerConfig, _: object) -> torch.optim.Optimizer:
-    try:
-        from apex.optimizers import FusedAdam as ApexAdam
-    except ImportError as error:
-        raise ValueError("--optimizer-impl apex: apex is not installed; install it or use fused") from error
-    return _external_adam(ApexAdam, groups, config)
+    adam = apex_adam()
+    if adam is None:
+        raise ValueError("--optimizer-impl apex: apex is not installed; install it or use fused")
+    return ExternalAdam(adam, groups, _adam_options(config))
 
 
-def _external_adam(
-    adam: FusedAdam, groups: list[dict[str, Any]], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """Transformer Engine's and apex's Adam have the same constructor; adam_w_mode decouples weight decay."""
-    options: dict[str, Any] = {
+def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {
         "lr": config.lr,
         "betas": config.betas,
         "eps": config.eps,
         "weight_decay": config.weight_decay,
-        "adam_w_mode": True,
     }
-    return adam(groups, **options)
 
 
 _ADAM = {

@@ -185,6 +185,10 @@ def _load(run: Run, root: Path, iteration: int) -> tuple[Progress, list[str]]:
             f"random states belong to {record.world_size} ranks{_in_words(record.layout)}, this run has "
             f"{run.launch.world_size}{_in_words(_layout(run))}: dropout continues with fresh ones"
         )
+    if config.fp8 is not None and config.fp8_recipe == "delayed":
+        lines.append(
+            "--fp8-recipe delayed: the maxima behind its scales are not in checkpoints and start anew"
+        )
     if record.schedule:  # a converted model has none: this run's begins
         run.state.schedule.load_state_dict(
             dict(record.schedule),

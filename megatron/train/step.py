@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.annotate import annotation_of
+from megatron.parallel.interleave import Interleaver
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.replicated import sum_replicated_gradients
 from megatron.train.auxiliary import StepAuxiliary
@@ -34,6 +35,7 @@ from megatron.train.errors import RunStopped
 from megatron.train.grad_norm import GradientStatistics, clip_coefficient, local_tensor
 from megatron.train.loss_scale import LossScaleConfig, LossScaler
 from megatron.train.lr_schedule import OptimizerParamScheduler
+from megatron.train.overlap import interleave_experts
 from megatron.train.pipeline import PipelineModel
 
 Batch = dict[str, Tensor]
@@ -70,12 +72,14 @@ class StepOptions:
         clip_grad: largest global norm; 0 does not clip.
         stop_at_nan: stop at a loss or gradient that is no finite number, else skip the update.
         count_zeros: count the zeros of all gradients.
+        overlap_experts: a microbatch's forward takes turns with the backward of the one before (train/overlap.py).
     """
 
     per_token: bool = False
     clip_grad: float = 1.0
     stop_at_nan: bool = True
     count_zeros: bool = False
+    overlap_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class TrainStep:
         self.auxiliary = StepAuxiliary(state.model)
         if isinstance(self.model, PipelineModel) and options.per_token and self.auxiliary.present:
             self.model.auxiliary_scale = self._auxiliary_scale
+        self._interleaver = interleave_experts(self.model) if options.overlap_experts else None
         self.statistics = GradientStatistics(
             [parameter for _, parameter in self.named_parameters], mesh, with_zeros=options.count_zeros
         )
@@ -201,25 +206,42 @@ class TrainStep:
             return self.model.train_microbatches(
                 batches, count, lambda losses, batch: self._loss(losses, batch, count)
             )
-        losses, tokens = [], []
+        made: list[_Forward] = []
         for index in range(count):
-            with self.model.no_sync() if index < count - 1 else contextlib.nullcontext():
-                loss, valid = self._microbatch(next(batches), count)
-            losses.append(loss)
-            tokens.append(valid)
-        return torch.stack(losses), torch.stack(tokens)
+            batch = next(batches)
+            if self._interleaver is None or not made:
+                made.append(self._forward(batch, count))
+            else:
+                made.append(self._take_turns(batch, count, made[-1], self._interleaver))
+            if self._interleaver is None or index == count - 1:
+                with self.model.no_sync() if index < count - 1 else contextlib.nullcontext():
+                    self._backward(made[-1])
+        return torch.stack([each.loss for each in made]), torch.stack([each.tokens for each in made])
 
-    def _microbatch(self, batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch, count: int) -> _Forward:
         with torch.profiler.record_function("train.forward"):
             inputs = model_inputs(batch)
             if self.auxiliary.wants_mask:
                 inputs["loss_mask"] = batch["loss_mask"]
-            root, loss, valid = self._loss(self.model(**inputs), batch, count)
+            return _Forward(batch, *self._loss(self.model(**inputs), batch, count))
+
+    def _backward(self, made: _Forward) -> None:
         if self.options.per_token and self.auxiliary.present:
-            self.auxiliary.set_scale(self._auxiliary_scale(batch))
+            self.auxiliary.set_scale(self._auxiliary_scale(made.batch))
+        self._run_backward(made)
+
+    def _run_backward(self, made: _Forward) -> None:
+        assert made.root is not None, "a microbatch has one backward"
+        root, made.root, made.batch = made.root, None, {}
         with torch.profiler.record_function("train.backward"):
             root.backward()
-        return loss, valid
+
+    def _take_turns(self, batch: Batch, count: int, before: _Forward, interleaver: Interleaver) -> _Forward:
+        """The forward of `batch` and the backward of the microbatch before, which is not the step's last."""
+        if self.options.per_token and self.auxiliary.present:
+            self.auxiliary.set_scale(self._auxiliary_scale(before.batch))
+        with self.model.no_sync():
+            return interleaver.run(lambda: self._forward(batch, count), lambda: self._run_backward(before))
 
     def _loss(self, losses: Tensor, batch: Mapping[str, Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
         """(what to call backward on, the microbatch's loss, its valid tokens); the latter two detached, in fp64."""
@@ -286,6 +308,16 @@ class TrainStep:
             findings = [None] * self.mesh.size("world")
             dist.all_gather_object(findings, (microbatches, names), group=self.mesh.group("world"))
         return _explanation(findings, loss, norm)
+
+
+@dataclass
+class _Forward:
+    """What a microbatch's forward left: the tensor to call backward on, its loss and valid tokens."""
+
+    batch: Batch
+    root: Tensor | None
+    loss: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,41 @@ def pair_cover(axes: Mapping[str, Sequence[Any]], possible: Callable[[Cell], boo
     return chosen
 
 
+def shared_cover(
+    axes: Mapping[str, Sequence[Any]], names: Sequence[str], possible: Callable[[str, Cell], bool]
+) -> dict[str, list[Cell]]:
+    """A few cells for each name: every value occurs with every name, every pair of values with some name.
+
+    As far as possible cells have them.
+    """
+    cells = {name: full_product(axes, lambda cell, name=name: possible(name, cell)) for name in names}
+    pairs = {name: [set(itertools.combinations(cell.items(), 2)) for cell in cells[name]] for name in names}
+    missing = set().union(*(pair for found in pairs.values() for pair in found))
+    chosen: dict[str, list[Cell]] = {name: [] for name in names}
+
+    def take(name: str, index: int) -> None:
+        chosen[name].append(cells[name][index])
+        missing.difference_update(pairs[name][index])
+
+    for name in names:
+        values = {item for cell in cells[name] for item in cell.items()}
+        while values:
+            gain = [
+                (len(values & cell.items()), len(found & missing))
+                for cell, found in zip(cells[name], pairs[name], strict=True)
+            ]
+            best = gain.index(max(gain))
+            values -= cells[name][best].items()
+            take(name, best)
+    while missing:
+        name, index = max(
+            ((name, index) for name in names for index in range(len(cells[name]))),
+            key=lambda at: len(pairs[at[0]][at[1]] & missing),
+        )
+        take(name, index)
+    return chosen
+
+
 def name_of(cell: Cell) -> str:
     """For pytest's ids and for messages."""
     return "-".join(str(value) for value in cell.values())

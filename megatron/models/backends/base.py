@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -247,9 +247,24 @@ class Backend(ABC):
 
     @abstractmethod
     def autocast(self, recipe: str | None) -> AbstractContextManager[None]:
-        """Context in which layers compute in a quantised recipe ("delayed", "tensorwise", ...; None:
-        nothing).
+        """Context in which layers compute in a quantised recipe ("delayed", "tensorwise", ...; None: in their own
+        dtype, also inside a `model_autocast`).
         """
+
+    def model_autocast(self) -> AbstractContextManager[None]:
+        """Context around one forward of a model or stage, for recipes whose state moves once a forward."""
+        return nullcontext()
+
+    def layer_recipe(self, layer_index: int, num_layers: int) -> str | None:
+        """The recipe, for `autocast`, of the layer with this global index of a model with num_layers.
+
+        Layers of multi-token prediction have indices from num_layers on.
+        """
+        return None
+
+    def row_multiple(self, recipe: str | None) -> int:
+        """What the rows of each expert of a GroupedLinear must be a multiple of under a recipe."""
+        return 1
 
     @abstractmethod
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:

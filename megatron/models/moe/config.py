@@ -40,6 +40,7 @@ class MoEConfig:
         pad_expert_input_to_capacity, token_drop_policy: of that.
         shared_expert_intermediate_size: inner channels of the shared expert; None: there is none.
         shared_expert_gate: its output is multiplied by sigmoid of a learned projection.
+        shared_expert_overlap: it computes while tokens travel to the routed experts.
         apply_probs_on_input: weigh an expert's input, not its output; with topk 1 only.
         dispatcher: "allgather", "alltoall" or "flex"; flex_backend: of the last.
     """
@@ -67,6 +68,7 @@ class MoEConfig:
     token_drop_policy: str = "probs"
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    shared_expert_overlap: bool = False
     apply_probs_on_input: bool = False
     dispatcher: str = "allgather"
     flex_backend: str = "deepep"
@@ -233,6 +235,7 @@ ARGUMENTS = {
     "token_drop_policy": "moe_token_drop_policy",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     "shared_expert_gate": "moe_shared_expert_gate",
+    "shared_expert_overlap": "moe_shared_expert_overlap",
     "apply_probs_on_input": "moe_apply_probs_on_input",
     "dispatcher": "moe_token_dispatcher_type",
     "flex_backend": "moe_flex_dispatcher_backend",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.models.mlp import activation_function
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
+from megatron.parallel.expert.permute import padded_places
 from megatron.parallel.recompute import DiscardedOutput
 
 if TYPE_CHECKING:
@@ -50,9 +51,18 @@ class GroupedExperts(nn.Module):
         self.linear_fc1, self.linear_fc2 = layers
         self._activation = activation_function(config)
         self._discards_activation = config.recompute.selects("moe_act")
+        self._row_multiple = backend.row_multiple(context.recipe)
 
     def forward(self, rows: Tensor, splits: list[int]) -> Tensor:
         """rows: [n, hidden] sorted by expert, `splits` of each -> [n, hidden]; over etp a partial sum."""
+        if self._row_multiple == 1:
+            return self._experts(rows, splits)
+        padded_splits, places = padded_places(splits, self._row_multiple)
+        places = places.to(rows.device, non_blocking=True)
+        padded = rows.new_zeros(sum(padded_splits), rows.shape[1]).index_copy(0, places, rows)
+        return self._experts(padded, padded_splits).index_select(0, places)
+
+    def _experts(self, rows: Tensor, splits: list[int]) -> Tensor:
         if not self._discards_activation:
             return self.linear_fc2(self._activation(self.linear_fc1(rows, splits)), splits)
         activated = DiscardedOutput()

@@ -7,6 +7,7 @@ back. So expert parallelism may use the tensor ranks too, and counts, losses and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from megatron.models.moe.experts import GroupedExperts, SharedExpert
 from megatron.models.moe.router import TopKRouter
 from megatron.parallel.collectives import gather
 from megatron.parallel.expert import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, ExpertGrid, Routing
+from megatron.parallel.expert.dispatch import nothing
 from megatron.parallel.expert.flex import FlexDispatcher, flex_buffer
 from megatron.parallel.sequence import scatter_sequence
 
@@ -51,14 +53,22 @@ class MoELayer(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
         own = scatter_sequence(hidden, self._scatter_group)
-        out = gather(self._routed(own), self._scatter_group)
         if self.shared_experts is None:
-            return out
-        if self._checkpoint is None or not torch.is_grad_enabled():
-            return out + self.shared_experts(hidden)
-        return out + self._checkpoint(self.shared_experts, hidden)
+            return gather(self._routed(own, nothing), self._scatter_group)
+        if not self.config.shared_expert_overlap:
+            out = gather(self._routed(own, nothing), self._scatter_group)
+            return out + self._shared(hidden)
+        shared: list[Tensor] = []
+        out = gather(self._routed(own, lambda: shared.append(self._shared(hidden))), self._scatter_group)
+        return out + shared[0]
 
-    def _routed(self, hidden: Tensor) -> Tensor:
+    def _shared(self, hidden: Tensor) -> Tensor:
+        assert self.shared_experts is not None
+        if self._checkpoint is None or not torch.is_grad_enabled():
+            return self.shared_experts(hidden)
+        return self._checkpoint(self.shared_experts, hidden)
+
+    def _routed(self, hidden: Tensor, meanwhile: Callable[[], None]) -> Tensor:
         routing: Routing = self.router(hidden)
         tokens = hidden.flatten(0, 1)
         if self.config.apply_probs_on_input:
@@ -66,7 +76,7 @@ class MoELayer(nn.Module):
             # The weight is in the input; what is kept of it here is that a dropped token gives nothing.
             kept = (routing.experts < routing.num_experts).to(routing.weights.dtype)
             routing = Routing(routing.experts, kept, routing.num_experts, routing.capacity)
-        there = self.dispatcher.dispatch(tokens, routing)
+        there = self.dispatcher.dispatch(tokens, routing, meanwhile)
         return there.combine(self.experts(there.rows, there.splits)).view_as(hidden)
 
 

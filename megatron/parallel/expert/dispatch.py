@@ -23,7 +23,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.parallel.collectives import all_gather, all_to_all, launch_all_gather, reduce_scatter
+from megatron.parallel.collectives import (
+    Exchange,
+    all_gather,
+    all_to_all,
+    launch_all_gather,
+    reduce_scatter,
+)
 from megatron.parallel.expert import permute as p
 from megatron.parallel.expert.permute import Routing
 from megatron.parallel.mesh import ParallelMesh
@@ -98,25 +104,40 @@ class Dispatched:
     combine: Callable[[Tensor], Tensor]
 
 
+def nothing() -> None:
+    """What there is to do meanwhile."""
+
+
 class Dispatcher(Protocol):
     """See note "The protocol"."""
 
     grid: ExpertGrid
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
-        """tokens: [t, h] of this rank. Collective over the grid."""
+    def dispatch(
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None] = nothing
+    ) -> Dispatched:
+        """tokens: [t, h] of this rank. Collective over the grid.
+
+        meanwhile: called once, where a dispatcher can while the tokens travel.
+        """
 
 
 class AllToAllDispatcher:
     """Sends only the copies that are needed: all-to-all over ep, then a gather over etp where there is one.
 
     One host wait a call (how many rows come from where), none where the routing has a capacity.
+
+    Attributes:
+        switch: called before each wait for rows, in forward and backward (megatron/parallel/interleave.py).
     """
 
     def __init__(self, grid: ExpertGrid) -> None:
         self.grid = grid
+        self.switch: Callable[[], None] | None = None
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None] = nothing
+    ) -> Dispatched:
         """See `Dispatcher.dispatch`."""
         grid, topk = self.grid, routing.topk
         counts = self._counts(routing)
@@ -129,8 +150,9 @@ class AllToAllDispatcher:
             order = p.expert_order(routing.experts)[: sum(own)]
             rows = p.permute(tokens, order, topk)
             back = lambda out: p.unpermute(out, order, routing.weights)
-        route = _Route(grid, counts)
-        return Dispatched(route.forth(rows), route.splits, lambda out: back(route.back(out)).to(tokens.dtype))
+        route = _Route(grid, counts, self.switch)
+        there = route.forth(rows, meanwhile)
+        return Dispatched(there, route.splits, lambda out: back(route.back(out)).to(tokens.dtype))
 
     def _counts(self, routing: Routing) -> list[list[int]]:
         """Rows from each rank of the grid for each expert."""
@@ -144,8 +166,8 @@ class AllToAllDispatcher:
 class _Route:
     """The way of one call's rows, from counts[rank of the grid][expert]."""
 
-    def __init__(self, grid: ExpertGrid, counts: list[list[int]]) -> None:
-        self.grid = grid
+    def __init__(self, grid: ExpertGrid, counts: list[list[int]], switch: Callable[[], None] | None) -> None:
+        self.grid, self._switch = grid, switch
         mine = grid.experts_of(grid.ep_rank)
         rank = lambda ep, etp: counts[ep * grid.etp_size + etp]
         own, sources = rank(grid.ep_rank, grid.etp_rank), range(grid.ep_size)
@@ -163,9 +185,11 @@ class _Route:
         self.sorted_already = local == 1 or blocks == 1
         self.splits = [sum(self.chunks[expert::local]) for expert in range(local)]
 
-    def forth(self, rows: Tensor) -> Tensor:
+    def forth(self, rows: Tensor, meanwhile: Callable[[], None]) -> Tensor:
         """Rows by expert of the whole layer -> rows of this rank's experts."""
-        rows = all_to_all(rows, self.grid.ep, self.received, self.sent)
+        exchange = Exchange(rows, self.grid.ep, self.received, self.sent, self._switch)
+        meanwhile()
+        rows = exchange.wait()
         rows = gather_uneven(rows, self.grid.etp, self.lengths)
         return rows if self.sorted_already else p.sort_chunks(rows, self.chunks, self.order)
 
@@ -175,7 +199,7 @@ class _Route:
             sizes = [self.chunks[index] for index in self.order]
             rows = p.sort_chunks(rows, sizes, p.inverse_order(self.order))
         rows = reduce_scatter_uneven(rows, self.grid.etp, self.lengths, self.grid.etp_rank)
-        return all_to_all(rows, self.grid.ep, self.sent, self.received)
+        return Exchange(rows, self.grid.ep, self.sent, self.received, self._switch).wait()
 
 
 class AllGatherDispatcher:
@@ -187,8 +211,11 @@ class AllGatherDispatcher:
     def __init__(self, grid: ExpertGrid) -> None:
         self.grid = grid
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None] = nothing
+    ) -> Dispatched:
         """See `Dispatcher.dispatch`."""
+        meanwhile()
         grid, local = self.grid, self.grid.num_local
         everybody = all_gather(tokens, grid.both)
         weights = all_gather(routing.weights, grid.both)

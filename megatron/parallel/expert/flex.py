@@ -7,13 +7,14 @@ put a fake one over gloo behind the same protocol.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.parallel.expert import permute as p
-from megatron.parallel.expert.dispatch import Dispatched, ExpertGrid
+from megatron.parallel.expert.dispatch import Dispatched, ExpertGrid, nothing
 from megatron.parallel.expert.permute import Routing
 
 
@@ -26,14 +27,15 @@ class FlexBuffer(Protocol):
         """Send each token once to every rank that has one of its experts.
 
         tokens [t, h], experts [t, k] int64 of the whole layer, weights [t, k] fp32. Returns received tokens [r, h],
-        their experts [r, k] numbered on this rank (-1: not of this rank), their weights [r, k], and a handle.
+        their experts [r, n] numbered on this rank (-1: not of this rank), their weights [r, n], and a handle; n is k,
+        or 1 where a token comes once for each of its experts.
         """
 
     def dispatch_again(self, tokens: Tensor, handle: Any) -> Tensor:
         """Send other values [t, h] the same way: [r, h]."""
 
     def combine(self, rows: Tensor, weights: Tensor | None, handle: Any) -> tuple[Tensor, Tensor | None]:
-        """Bring values back and sum them by token: rows [r, h] -> [t, h]; weights [r, k] -> [t, k] if given."""
+        """Bring values back and sum them by token: rows [r, h] -> [t, h]; weights [r, n] -> [t, k] if given."""
 
 
 class FlexDispatcher:
@@ -47,9 +49,12 @@ class FlexDispatcher:
             )
         self.grid, self.buffer = grid, buffer
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+    def dispatch(
+        self, tokens: Tensor, routing: Routing, meanwhile: Callable[[], None] = nothing
+    ) -> Dispatched:
         """See `Dispatcher.dispatch`."""
         assert routing.capacity is None, "the flex dispatcher is dropless"
+        meanwhile()
         local = self.grid.num_local
         weights = routing.weights.to(torch.promote_types(routing.weights.dtype, torch.float32))
         call = _Call(self.buffer, routing.experts)
@@ -62,7 +67,7 @@ class FlexDispatcher:
             summed = p.unpermute(rows, order, received_weights).to(tokens.dtype)
             return _Combine.apply(summed, call)
 
-        return Dispatched(p.permute(received, order, routing.topk), splits, combine)
+        return Dispatched(p.permute(received, order, call.experts.shape[1]), splits, combine)
 
 
 class _Call:
@@ -102,8 +107,13 @@ class _Combine(torch.autograd.Function):
 
 def flex_buffer(backend: str, grid: ExpertGrid) -> FlexBuffer:
     """The library that ``--moe-flex-dispatcher-backend`` names; ValueError where it is not installed or not known."""
-    if backend != "deepep":
-        raise ValueError(f"--moe-flex-dispatcher-backend {backend} is not there: use deepep")
-    from megatron.parallel.expert.deepep import DeepEPBuffer
+    if grid.ep is None:
+        raise ValueError(
+            "--moe-token-dispatcher-type flex needs --expert-model-parallel-size 2 or more: raise it, or use "
+            "--moe-token-dispatcher-type alltoall"
+        )
+    from megatron.parallel.expert.deepep import BUFFERS
 
-    return DeepEPBuffer(grid)
+    if backend not in BUFFERS:
+        raise ValueError(f"--moe-flex-dispatcher-backend {backend} is not there: use {' or '.join(BUFFERS)}")
+    return BUFFERS[backend](grid)

@@ -149,6 +149,14 @@ def unpermute_padded(rows: Tensor, slot: Tensor, weights: Tensor) -> Tensor:
     return unpermute(with_dropped.index_select(0, slot), order, weights)
 
 
+def padded_places(splits: list[int], multiple: int) -> tuple[list[int], Tensor]:
+    """Each expert's rows rounded up to a multiple, and where its real rows then lie: (splits, [n] int64, ascending)."""
+    padded = [-(-split // multiple) * multiple for split in splits]
+    starts = [sum(padded[:index]) for index in range(len(padded))]
+    places = [torch.arange(start, start + split) for start, split in zip(starts, splits, strict=True)]
+    return padded, torch.cat(places)
+
+
 def sort_chunks(rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
     """Rows as chunks of `sizes` one after the other -> the same chunks in `order`."""
     chunks = rows.split(sizes)

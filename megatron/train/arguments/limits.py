@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from megatron.parallel.context import ContextParallelShape, check_context_parallel
 from megatron.parallel.pipeline.schedules import make_schedule
+from megatron.train.arguments.fp8 import check_fp8_sizes
+from megatron.train.arguments.overlap import check_overlap
 from megatron.train.arguments.tables import flags_by_dest
 from megatron.train.pipeline import pipeline_plan
 
@@ -383,6 +385,8 @@ _CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _sequence,
     _pipeline,
     _experts,
+    check_overlap,
+    check_fp8_sizes,
     _prediction,
     _data_parallel,
     _schedule,

@@ -16,6 +16,7 @@ import torch
 
 from megatron.parallel.pipeline.stages import parse_layout
 from megatron.train.arguments.batch import batch_schedule
+from megatron.train.arguments.fp8 import check_fp8
 
 
 @dataclass
@@ -114,6 +115,7 @@ def _device(v: Namespace, context: Context) -> None:
         )
     if v.transformer_impl == "auto":
         v.transformer_impl = "transformer_engine" if cuda and installed else "local"
+    context.warnings.extend(check_fp8(v))
 
 
 def _parallel(v: Namespace, context: Context) -> None:

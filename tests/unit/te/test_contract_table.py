@@ -9,13 +9,14 @@ in one process; two steps.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.te.cover import Cell, full_product, name_of, pair_cover
+from tests.te.cover import Cell, full_product, name_of, pair_cover, shared_cover
 from tests.te.engine import device, load, run_te_ranks
 from tests.te.models import (
     MODELS,
@@ -30,6 +31,7 @@ from tests.te.models import (
 )
 
 WORLD, MICROBATCHES, STEPS = 2, 3, 2
+TOLERANCE = 1e-6
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 AXES: dict[str, tuple[Any, ...]] = {
     "strategy": STRATEGIES,
@@ -164,7 +166,7 @@ def run_cells(
         except Exception as failure:
             failure.add_note(name_of(cell))
             raise
-        if not error < 2e-5:
+        if not error < TOLERANCE:
             wrong[name_of(cell)] = error
     return wrong
 
@@ -189,12 +191,59 @@ def possible(name: str, cell: Cell) -> bool:
     return not delayed or (cell["recompute"] == "none" and name not in NEVER_DELAYED)
 
 
-@pytest.mark.parametrize("grid", ["pairs", pytest.param("product", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_under_fsdp(name: str, grid: str) -> None:
-    """Fault replays: P10, F01 (recompute), F05 (frozen and fused), F06 (unused), F11 (tied)."""
-    choose = pair_cover if grid == "pairs" else full_product
-    cells = choose(AXES, lambda cell: possible(name, cell))
+@functools.cache
+def default_cells() -> dict[str, list[Cell]]:
+    """Of the default run: every value with every model, every pair of values with some model."""
+    return shared_cover(AXES, list(MODELS), possible)
+
+
+def assert_right(name: str, cells: list[Cell], world_size: int = WORLD, outer: int = 1) -> None:
     timeout = 30 + 2 * len(cells)
-    for wrong in run_te_ranks(run_cells, WORLD, name, cells, timeout=timeout):
+    for wrong in run_te_ranks(run_cells, world_size, name, cells, outer, timeout=timeout):
         assert not wrong, f"{len(wrong)} of {len(cells)} wrong: {wrong}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_under_fsdp(name: str) -> None:
+    """Fault replays: P10, F01 (recompute), F05 (frozen and fused), F06 (unused), F11 (tied)."""
+    assert_right(name, default_cells()[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_under_fsdp_everywhere(name: str) -> None:
+    """The whole product."""
+    assert_right(name, full_product(AXES, lambda cell: possible(name, cell)))
+
+
+HYBRID_AXES: dict[str, tuple[Any, ...]] = {
+    **AXES,
+    "strategy": STRATEGIES[1:],
+    "outer": ("no_shard", "optim"),
+    "recompute": ("none", "te"),
+}
+HYBRID_MODELS = ("tied-embedding", "mlp-twice", "experts-twice", "operation-tied")
+
+
+def possible_hybrid(name: str, cell: Cell) -> bool:
+    """The outer axis shards optimizer states under ZeRO-3 only."""
+    return possible(name, cell) and (cell["outer"] == "no_shard" or cell["strategy"] == STRATEGIES[-1])
+
+
+@functools.cache
+def hybrid_cells() -> dict[str, list[Cell]]:
+    """As `default_cells`."""
+    return shared_cover(HYBRID_AXES, HYBRID_MODELS, possible_hybrid)
+
+
+@pytest.mark.parametrize("name", HYBRID_MODELS)
+def test_gradients_under_hybrid_sharding(name: str) -> None:
+    """HSDP and HFSDP: 2 x 2 ranks."""
+    assert_right(name, hybrid_cells()[name], 2 * WORLD, outer=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_under_hybrid_sharding_everywhere(name: str) -> None:
+    """Every pair of values with every model."""
+    assert_right(name, pair_cover(HYBRID_AXES, lambda cell: possible_hybrid(name, cell)), 2 * WORLD, outer=2)

@@ -285,8 +285,14 @@ def test_a_plain_run_of_te_layers_equals_the_torch_backends(references: Any) -> 
 @pytest.mark.parametrize(
     "fused", [True, pytest.param(False, marks=pytest.mark.full)], ids=["fused", "unfused"]
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [
+        *(("llama", strategy) for strategy in STRATEGIES),
+        ("gpt2", "optim_grads_params"),
+        *(pytest.param("gpt2", strategy, marks=pytest.mark.full) for strategy in STRATEGIES[:3]),
+    ],
+)
 def test_training_under_each_strategy_equals_the_plain_run(
     references: Any, model: str, strategy: str, fused: bool
 ) -> None:
@@ -296,7 +302,9 @@ def test_training_under_each_strategy_equals_the_plain_run(
     compare(results, reference(references, "torch", model))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("no_shard", marks=pytest.mark.full), "optim", "optim_grads_params"]
+)
 def test_training_with_delayed_weight_gradients(references: Any, strategy: str) -> None:
     options = {"strategy": strategy, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True}
     results = run_te_ranks(train_sharded, 2, "llama", options, {"data": 2})
@@ -310,9 +318,15 @@ def test_training_with_recompute(references: Any, recompute: str) -> None:
     compare(results, reference(references, "torch", "gpt2"))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+TENSOR_CELLS = [
+    pytest.param(model, strategy, sp, marks=() if model == "llama" and default else pytest.mark.full)
+    for model in MODELS
+    for strategy in STRATEGIES
+    for sp, default in ((True, True), (False, strategy == "optim_grads_params"))
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "sequence_parallel"), TENSOR_CELLS)
 def test_tensor_parallel_training_under_each_strategy(
     references: Any, model: str, strategy: str, sequence_parallel: bool
 ) -> None:

@@ -192,7 +192,7 @@ def test_every_case_gives_the_sum_of_all_uses(name: str, grid: str) -> None:
         if cell["delay"] != "none" and not found.delayed_wgrad:
             continue
         error = run_cell(name, cell, found.overwrite_modules)
-        if not error < 1e-5:
+        if not error < 1e-6:
             wrong[name_of(cell)] = error
     assert not wrong, f"{len(wrong)} wrong: {wrong}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from megatron.train.adam_states import StateDtypes, decode, encode
+from megatron.train.external_adam import ExternalAdam
 from megatron.train.muon import MuonConfig, orthogonalise, scale_factor
 from megatron.train.optimizer import (
     OptimizerConfig,
     build_optimizer,
+    fastest_adam,
     group_options,
     optimizer_config,
     parameter_groups,
@@ -85,17 +88,6 @@ def test_auto_is_fused_on_cpu_and_asks_the_backend_only_on_a_gpu() -> None:
     optimizer = build_optimizer(named(), OptimizerConfig(), lambda: pytest.fail("asked"))
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults["fused"]
-
-
-def test_the_backends_adam_gets_what_it_needs() -> None:
-    class Adam(torch.optim.AdamW):
-        def __init__(self, groups: object, *, adam_w_mode: bool, **options: object) -> None:
-            assert adam_w_mode
-            super().__init__(groups, **options)  # type: ignore[arg-type]
-
-    optimizer = build_optimizer(named(), OptimizerConfig(implementation="te", eps=1e-5), lambda: Adam)
-    assert isinstance(optimizer, Adam)
-    assert optimizer.defaults["eps"] == 1e-5
 
 
 @pytest.mark.parametrize(
@@ -235,3 +227,68 @@ def test_muon_moves_matrices_by_part_and_the_rest_by_adam() -> None:
     adam, _ = trained(dataclasses.replace(config, kind="adam", implementation="loop"), steps=1)
     for other in set(NAMES) - {name}:
         torch.testing.assert_close(after[other], adam[list(NAMES).index(other)], rtol=1e-5, atol=1e-6)
+
+
+class OneStepAGroup(torch.optim.Optimizer):
+    """What Transformer Engine's and apex's FusedAdam do on a GPU, in torch."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                assert type(p) is nn.Parameter, "a plain tensor with storage"
+                first, second = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                first.lerp_(p.grad, 1 - beta1)
+                second.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                mean, square = first / (1 - beta1 ** group["step"]), second / (1 - beta2 ** group["step"])
+                p.sub_(lr * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p))
+
+
+def train(optimizer: torch.optim.Optimizer, parameters: list[tuple[str, nn.Parameter]], steps: range) -> None:
+    """Steps with gradients of their own, rates that move, and a parameter that misses one."""
+    for step in steps:
+        for index, (_, parameter) in enumerate(parameters):
+            parameter.grad = (
+                torch.full_like(parameter, 0.1 * (step + index)) if (step, index) != (1, 2) else None
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        optimizer.step()
+
+
+def test_an_external_adam_is_torchs_and_its_state_goes_on_with_torchs() -> None:
+    """Its kernel counts steps by group; a resume with the other implementation changes nothing."""
+    config = OptimizerConfig(lr=0.1, weight_decay=0.1, implementation="te")
+    ours, theirs = named(), named()
+    te = build_optimizer(ours, config, lambda: OneStepAGroup)
+    loop = build_optimizer(theirs, dataclasses.replace(config, implementation="loop"))
+    assert isinstance(te, ExternalAdam)
+    train(te, ours, range(3))
+    train(loop, theirs, range(3))
+    for (name, one), (_, other) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+        assert te.state[one].keys() == loop.state[other].keys()
+        assert te.state[one]["step"] == loop.state[other]["step"]
+    te.load_state_dict(copy.deepcopy(loop.state_dict()))  # else both would share moments
+    with torch.no_grad():
+        for (_, one), (_, other) in zip(ours, theirs, strict=True):
+            one.copy_(other)
+    train(te, ours, range(3, 5))
+    train(loop, theirs, range(3, 5))
+    for (_, one), (_, other) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_auto_takes_the_fastest_that_is_there() -> None:
+    assert fastest_adam(OneStepAGroup, OneStepAGroup) == "te"
+    assert fastest_adam(None, OneStepAGroup) == "apex"
+    assert fastest_adam(None, None) == "fused"
+    assert (
+        type(build_optimizer(named(), OptimizerConfig(), lambda: OneStepAGroup)) is torch.optim.AdamW
+    )  # on CPU

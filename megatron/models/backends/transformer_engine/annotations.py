@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 
 from megatron.models.init import InitSpec
@@ -23,29 +22,25 @@ def describe(module: nn.Module, descriptions: Descriptions) -> nn.Module:
         spec, annotation = descriptions[name]
         parameter.init_spec = spec  # type: ignore[attr-defined]
         annotate(parameter, annotation)
-    return leave_empty_extra_state_out(module)
+    return leave_extra_state_out(module)
 
 
-def leave_empty_extra_state_out(module: nn.Module) -> nn.Module:
-    """Without FP8, TE's `_extra_state` is empty: keep it out of checkpoints, and do without it when loading
-    one.
+def leave_extra_state_out(module: nn.Module) -> nn.Module:
+    """Keep TE's `_extra_state` out of checkpoints, and do without it when loading one.
 
-    So that a checkpoint of the torch backend loads, strictly, into this one and the other way round.
+    So that a checkpoint of the torch backend loads, strictly, into this one and the other way round, in any layout.
+    It is empty but for the delayed FP8 recipe, where it is a pickle of one rank's recent maxima: a run that resumes
+    finds them anew.
     """
     for child in module.modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            child.register_state_dict_post_hook(_drop_empty_extra_state)
+            child.register_state_dict_post_hook(_drop_extra_state)
             child.register_load_state_dict_post_hook(_forgive_missing_extra_state)
     return module
 
 
-def _drop_empty_extra_state(
-    module: nn.Module, state: dict[str, object], prefix: str, metadata: object
-) -> None:
-    key = f"{prefix}_extra_state"
-    value = state.get(key)
-    if value is None or (isinstance(value, torch.Tensor) and value.numel() == 0):
-        state.pop(key, None)
+def _drop_extra_state(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
+    state.pop(f"{prefix}_extra_state", None)
 
 
 def _forgive_missing_extra_state(module: nn.Module, incompatible: object) -> None:

@@ -10,7 +10,6 @@ does), so they are built with their local sizes as if there were no tensor paral
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,7 +41,7 @@ GATED_ACTIVATIONS = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class TransformerEngineBackend(Backend):
+class TransformerEngineBackend(fp8.QuantisedCompute, Backend):
     """Layers of transformer_engine.pytorch.
 
     Args:
@@ -50,8 +49,8 @@ class TransformerEngineBackend(Backend):
         settings: attention kernels and FP8.
         amax_group: ranks that share maxima under the delayed FP8 recipe; default: the tensor-parallel group.
 
-    Raises ValueError where TE cannot be imported, cannot compute in params_dtype, or knows too little of the
-    main_grad contract for fused wgrad.
+    Raises ValueError where TE cannot be imported, cannot compute in params_dtype or in the FP8 recipe, or knows too
+    little of the main_grad contract for fused wgrad.
     """
 
     name = "transformer_engine"
@@ -72,6 +71,7 @@ class TransformerEngineBackend(Backend):
         self._te = load_engine()
         self._torch = TorchBackend(options)
         self._amax_group = amax_group or options.tp_group
+        self._recipe = fp8.make_recipe(self._te, self.settings.fp8)
         if options.fuse_wgrad_accumulation or options.delay_wgrad_compute:
             check_contract(self.capabilities, options)
 
@@ -82,7 +82,10 @@ class TransformerEngineBackend(Backend):
 
     def describe(self) -> str:
         """Lines that a run prints about its choice of kernels."""
-        return describe_attention(self.settings.attention_backend)
+        lines = [describe_attention(self.settings.attention_backend)]
+        if self.settings.fp8 is not None:
+            lines.append(self.settings.fp8.describe())
+        return "\n".join(lines)
 
     def Linear(
         self,
@@ -301,25 +304,6 @@ class TransformerEngineBackend(Backend):
         return self._torch.VocabParallelEmbedding(
             num_embeddings, embedding_dim, num_padded_embeddings=num_padded_embeddings, init_std=init_std
         )
-
-    def autocast(self, recipe: str | None) -> AbstractContextManager[None]:
-        """FP8 compute in `recipe`, with `settings.fp8` for the rest.
-
-        Raises ValueError where the device, or the installed TE, cannot do it.
-        """
-        if recipe is None:
-            return nullcontext()
-        fp8.refuse_on_cpu("--fp8-recipe", recipe)
-        return fp8.fp8_autocast(
-            self._te, fp8.make_recipe(self._te, recipe, self.settings.fp8), self._amax_group
-        )
-
-    def parameter_init(self, recipe: str | None) -> AbstractContextManager[None]:
-        """Context to build layers in: weights are FP8 tensors where --fp8-param-gather is given."""
-        if recipe is None or not self.settings.fp8.param_gather:
-            return nullcontext()
-        fp8.refuse_on_cpu("--fp8-param-gather with --fp8-recipe", recipe)
-        return fp8.quantized_init(self._te, fp8.make_recipe(self._te, recipe, self.settings.fp8))
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """TE's recompute, which also keeps forward's FP8 scales for the second run."""

@@ -1,14 +1,19 @@
-"""FP8 through Transformer Engine's autocast: recipes, and what is refused where."""
+"""FP8 through Transformer Engine's autocast: recipes, and what is refused where.
+
+Note "Two contexts". TE rolls the history of maxima of the delayed recipe, for all layers that ever computed under it,
+each time the outermost context ends: one context must span a whole forward of the model, and layers that shall
+compute otherwise switch FP8 off inside it. Other recipes keep nothing, and each layer enters its own context.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron.models.backends.transformer_engine.settings import FP8_RECIPES, Fp8Settings
+from megatron.models.backends.transformer_engine.settings import EngineSettings, Fp8Settings
 
 RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
@@ -16,6 +21,9 @@ RECIPE_CLASSES = {
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
+ROW_MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+"""What TE's grouped GEMMs in FP8 want the rows of each expert to be a multiple of."""
+
 AVAILABILITY = {
     "delayed": "is_fp8_available",
     "tensorwise": "is_fp8_available",
@@ -25,19 +33,18 @@ AVAILABILITY = {
 """Function of transformer_engine.pytorch that says whether the device can do a recipe."""
 
 
-def refuse_on_cpu(flag: str, value: object) -> None:
-    """Raise ValueError where there is no CUDA device to compute in FP8."""
-    if not torch.cuda.is_available():
-        raise ValueError(f"{flag} {value}: FP8 needs a CUDA device and there is none; leave --fp8-format out")
+def make_recipe(te: Any, settings: Fp8Settings | None) -> Any | None:
+    """TE's recipe object; None without FP8.
 
-
-def make_recipe(te: Any, recipe: str, settings: Fp8Settings) -> Any:
-    """TE's recipe object.
-
-    Raises ValueError where the recipe is unknown, or the installed TE or the device cannot do it.
+    Raises ValueError where there is no CUDA device, or it or the installed TE cannot do the recipe.
     """
-    if recipe not in FP8_RECIPES:
-        raise ValueError(f"--fp8-recipe {recipe!r}: choose from {', '.join(FP8_RECIPES)}")
+    if settings is None:
+        return None
+    recipe = settings.recipe
+    if not _on_cuda():
+        raise ValueError(
+            f"--fp8-format {settings.format}: FP8 needs a CUDA device and there is none; leave it out"
+        )
     import transformer_engine.common.recipe as recipes
 
     kind = getattr(recipes, RECIPE_CLASSES[recipe], None)
@@ -52,6 +59,10 @@ def make_recipe(te: Any, recipe: str, settings: Fp8Settings) -> Any:
         options["amax_history_len"] = settings.amax_history_len
         options["amax_compute_algo"] = settings.amax_compute_algo
     return kind(**options)
+
+
+def _on_cuda() -> bool:
+    return torch.cuda.is_available()
 
 
 def _check_device(te: Any, recipe: str) -> None:
@@ -69,15 +80,40 @@ def _takes_reason(function: Any) -> bool:
     return "return_reason" in inspect.signature(function).parameters
 
 
-def fp8_autocast(te: Any, recipe: Any, group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """TE's context for compute in FP8; `group`: ranks that share maxima."""
+def fp8_autocast(te: Any, recipe: Any | None, group: ProcessGroup | None) -> AbstractContextManager[None]:
+    """TE's context for compute in FP8; `group`: ranks that share maxima. recipe None: compute without FP8."""
+    enabled = recipe is not None
     if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group)
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe, fp8_group=group)
+        return te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
 
 
-def quantized_init(te: Any, recipe: Any) -> AbstractContextManager[None]:
-    """TE's context in which layers are built with FP8 weights."""
-    if hasattr(te, "quantized_model_init"):
-        return te.quantized_model_init(enabled=True, recipe=recipe)
-    return te.fp8_model_init(enabled=True, recipe=recipe)
+class QuantisedCompute:
+    """The part of the backend that says which layer computes in FP8 (note "Two contexts")."""
+
+    settings: EngineSettings
+    _te: Any
+    _recipe: Any | None
+    _amax_group: ProcessGroup | None
+
+    def autocast(self, recipe: str | None) -> AbstractContextManager[None]:
+        """FP8 compute in `recipe` (that of `settings.fp8`), or none in a run that has FP8 elsewhere."""
+        if recipe is None:
+            return nullcontext() if self._recipe is None else fp8_autocast(self._te, None, None)
+        if self.settings.fp8 is None or recipe != self.settings.fp8.recipe:
+            raise ValueError(f"--fp8-recipe {recipe}: this backend was built without it (EngineSettings.fp8)")
+        return fp8_autocast(self._te, self._recipe, self._amax_group)
+
+    def model_autocast(self) -> AbstractContextManager[None]:
+        """FP8 around a whole forward for the delayed recipe, else nothing."""
+        settings = self.settings.fp8
+        return self.autocast("delayed") if settings and settings.recipe == "delayed" else nullcontext()
+
+    def layer_recipe(self, layer_index: int, num_layers: int) -> str | None:
+        """See Backend.layer_recipe."""
+        settings = self.settings.fp8
+        return None if settings is None else settings.recipe_of_layer(layer_index, num_layers)
+
+    def row_multiple(self, recipe: str | None) -> int:
+        """See Backend.row_multiple."""
+        return 1 if recipe is None else ROW_MULTIPLES[recipe]

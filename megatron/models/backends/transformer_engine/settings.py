@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 ATTENTION_BACKENDS = {
     "auto": ("1", "1", "1"),
@@ -30,7 +30,6 @@ class Fp8Settings:
         "blockwise"
             (128 x 128 and 1 x 128 blocks), "mxfp8" (blocks of 32, Blackwell).
         margin, amax_history_len, amax_compute_algo: of the delayed recipe.
-        param_gather: weights are FP8 tensors themselves (--fp8-param-gather).
         first_last_layers_bf16: the first and last layers compute in bf16.
         num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: how many of them.
     """
@@ -40,7 +39,6 @@ class Fp8Settings:
     margin: int = 0
     amax_history_len: int = 1
     amax_compute_algo: str = "most_recent"
-    param_gather: bool = False
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = 1
     num_layers_at_end_in_bf16: int = 1
@@ -57,22 +55,35 @@ class Fp8Settings:
                 raise ValueError(f"{flag} {value}: give a number of layers, 0 or more")
 
     def recipe_of_layer(self, layer: int, num_layers: int) -> str | None:
-        """Recipe of the layer with global index `layer`, None where it computes in bf16."""
-        if self.first_last_layers_bf16 and (
-            layer < self.num_layers_at_start_in_bf16 or layer >= num_layers - self.num_layers_at_end_in_bf16
-        ):
-            return None
-        return self.recipe
+        """Recipe of the layer with global index `layer`, None where it computes in bf16.
+
+        As in Megatron-LM, layers of multi-token prediction (from num_layers on) are not among the last.
+        """
+        first = layer < self.num_layers_at_start_in_bf16
+        last = num_layers - self.num_layers_at_end_in_bf16 <= layer < num_layers
+        return None if self.first_last_layers_bf16 and (first or last) else self.recipe
+
+    def describe(self) -> str:
+        """The line that a run prints about FP8."""
+        text = f"FP8: {self.format}, {self.recipe} scaling"
+        if self.first_last_layers_bf16:
+            first, last = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+            text += f"; the first {first} and last {last} layer(s) in the parameters' dtype"
+        return text
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Choices for the Transformer Engine backend. `attention_backend`: a key of ATTENTION_BACKENDS; "local"
-    takes the torch backend's attention inside a model whose other layers are TE's.
+    """Choices for the Transformer Engine backend.
+
+    Attributes:
+        attention_backend: a key of ATTENTION_BACKENDS; "local" takes the torch backend's attention inside a model
+            whose other layers are TE's.
+        fp8: None: layers compute in their parameters' dtype.
     """
 
     attention_backend: str = "auto"
-    fp8: Fp8Settings = field(default_factory=Fp8Settings)
+    fp8: Fp8Settings | None = None
 
     def __post_init__(self) -> None:
         _one_of("--attention-backend", self.attention_backend, tuple(ATTENTION_BACKENDS))

@@ -239,6 +239,11 @@ FLAGS: tuple[Flag, ...] = (
         "buffers are laid out by unit",
         dest="use_layer_wise_param_layout",
     ),
-    no_op("--keep-fp8-transpose-cache", Switch.ON, False, "tunes FP8, which is not there"),
+    no_op(
+        "--keep-fp8-transpose-cache",
+        Switch.ON,
+        False,
+        "Transformer Engine decides what it keeps of quantised weights",
+    ),
     refused("--nccl-all-reduce-for-prefill", Switch.ON, False, "inference is left to megatron-core"),
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NOT_THERE = "expert traffic is not overlapped with another microbatch yet; leave it out"
+NOT_THERE = "experts' weight gradients are not delayed behind their input gradients' way back; leave it out"
 HYBRID_EP = "tunes a kernel of HybridEP"
 SAME_RESULT = "a fused kernel with the same result"
+PADDED = "with FP8, each expert's rows are always padded to what the recipe needs"
 SEE_STASH = "see --moe-paged-stash"
 NO_TRACES = "routes are not recorded to files"
 
@@ -41,10 +42,7 @@ FLAGS: tuple[Flag, ...] = (
             "hybridep",
             "ncclep",
         ),
-        refused_values=(
-            ("hybridep", "use deepep, or --moe-token-dispatcher-type alltoall"),
-            ("ncclep", "use deepep, or --moe-token-dispatcher-type alltoall"),
-        ),
+        refused_values=(("ncclep", "use deepep or hybridep, or --moe-token-dispatcher-type alltoall"),),
     ),
     refused(
         "--moe-enable-deepep", Switch.ON, False, "its place is --moe-token-dispatcher-type flex: use that"
@@ -59,20 +57,15 @@ FLAGS: tuple[Flag, ...] = (
     no_op("--moe-permute-fusion", Switch.ON, False, SAME_RESULT),
     no_op("--moe-permute-fusion-into-hybridep", Switch.ON, False, SAME_RESULT),
     no_op("--moe-router-fusion", Switch.ON, False, SAME_RESULT),
-    not_yet(
-        "--moe-router-padding-for-fp8", Switch.ON, False, "pads expert inputs for FP8, which is not there"
-    ),
-    not_yet(
-        "--moe-router-padding-for-quantization",
-        Switch.ON,
-        False,
-        "pads expert inputs for FP8, which is not there",
-    ),
-    no_op(
+    no_op("--moe-router-padding-for-fp8", Switch.ON, False, PADDED),
+    no_op("--moe-router-padding-for-quantization", Switch.ON, False, PADDED),
+    works(
         "--moe-shared-expert-overlap",
         Switch.ON,
         False,
-        "when the shared expert runs does not change its result",
+        "The shared expert computes while tokens travel (with --moe-token-dispatcher-type alltoall).",
+        "models/moe/config.py",
+        test="models/moe/test_overlap.py",
     ),
     refused(
         "--moe-combine-bwd-dtype",
@@ -130,7 +123,14 @@ FLAGS: tuple[Flag, ...] = (
     refused("--moe-routing-trace-path", str, None, NO_TRACES),
     no_op("--use-grouped-gemm-for-shared-expert", Switch.ON, False, "a kernel choice with the same result"),
     no_op("--use-grouped-gemm-for-dense-mlp", Switch.ON, False, "a kernel choice with the same result"),
-    not_yet("--overlap-moe-expert-parallel-comm", Switch.ON, False, NOT_THERE),
+    works(
+        "--overlap-moe-expert-parallel-comm",
+        Switch.ON,
+        False,
+        "Tokens travel between experts while the microbatch before or after computes; alltoall, without a pipeline.",
+        "train/build.py",
+        test="models/moe/test_overlap.py",
+    ),
     not_yet("--overlap-dispatch-backward-with-experts-wgrad", Switch.ON, False, NOT_THERE),
     no_op(
         "--ep-overlap-early-attn-memory-release",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_FP8 = "FP8 is planned for Transformer Engine on GPUs; use --bf16"
+FP8 = "train/arguments/fp8.py"
+FP8_TEST = "te/test_fp8.py"
+NO_FP8_WEIGHTS = "weights are gathered in the compute dtype and quantised by Transformer Engine"
 NO_FP4 = "FP4 training is experimental; use --bf16"
 
 TITLE = "Precision"
@@ -72,22 +74,26 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "torch's setting for bf16 products is not changed",
     ),
-    not_yet(
+    works(
         "--fp8-format",
         str,
         None,
-        NO_FP8,
+        "Transformer Engine's layers compute in FP8; on GPUs, refused elsewhere. hybrid: E4M3 forward, E5M2 gradients.",
+        FP8,
+        test=FP8_TEST,
         choices=(
             "e4m3",
             "hybrid",
         ),
         dest="fp8",
     ),
-    not_yet(
+    works(
         "--fp8-recipe",
         str,
         "delayed",
-        NO_FP8,
+        "How FP8 scales are found: from past maxima, the tensor's maximum, or by blocks.",
+        FP8,
+        test=FP8_TEST,
         choices=(
             "tensorwise",
             "delayed",
@@ -95,28 +101,59 @@ FLAGS: tuple[Flag, ...] = (
             "blockwise",
             "custom",
         ),
+        refused_values=(("custom", "choose tensorwise, delayed, blockwise or mxfp8"),),
     ),
-    not_yet("--fp8-param-gather", Switch.ON, False, NO_FP8),
-    not_yet("--fp8-margin", int, 0, NO_FP8),
+    not_yet("--fp8-param-gather", Switch.ON, False, NO_FP8_WEIGHTS),
+    works(
+        "--fp8-margin",
+        int,
+        0,
+        "Delayed recipe: scales leave this many powers of two of room.",
+        FP8,
+        test=FP8_TEST,
+    ),
     no_op("--fp8-interval", int, 1, "Megatron ignores it as well"),
-    not_yet("--fp8-amax-history-len", int, 1, NO_FP8),
-    not_yet(
+    works(
+        "--fp8-amax-history-len",
+        int,
+        1,
+        "Delayed recipe: steps whose maxima are remembered.",
+        FP8,
+        test=FP8_TEST,
+    ),
+    works(
         "--fp8-amax-compute-algo",
         str,
         "most_recent",
-        NO_FP8,
+        "Delayed recipe: which of the remembered maxima counts.",
+        FP8,
+        test=FP8_TEST,
         choices=(
             "most_recent",
             "max",
         ),
     ),
-    not_yet("--no-fp8-wgrad", Switch.OFF, True, NO_FP8, aliases=("--disable-fp8-wgrad",), dest="fp8_wgrad"),
-    not_yet("--fp8-output-proj", Switch.ON, False, NO_FP8),
+    refused(
+        "--no-fp8-wgrad",
+        Switch.OFF,
+        True,
+        "Transformer Engine's recipes do not leave weight gradients out any more; use --first-last-layers-bf16",
+        aliases=("--disable-fp8-wgrad",),
+        dest="fp8_wgrad",
+    ),
+    not_yet("--fp8-output-proj", Switch.ON, False, "the head computes in the parameters' dtype"),
     refused("--fp8-quantizer-factory", str, None, "recipes are chosen by --fp8-recipe"),
-    not_yet("--first-last-layers-bf16", Switch.ON, False, NO_FP8),
-    not_yet("--num-layers-at-start-in-bf16", int, 1, NO_FP8),
-    not_yet("--num-layers-at-end-in-bf16", int, 1, NO_FP8),
-    not_yet("--reuse-grad-buf-for-mxfp8-param-ag", Switch.ON, False, NO_FP8),
+    works(
+        "--first-last-layers-bf16",
+        Switch.ON,
+        False,
+        "The first and the last layers compute in bf16, not in FP8.",
+        FP8,
+        test=FP8_TEST,
+    ),
+    works("--num-layers-at-start-in-bf16", int, 1, "How many first layers.", FP8, test=FP8_TEST),
+    works("--num-layers-at-end-in-bf16", int, 1, "How many last layers.", FP8, test=FP8_TEST),
+    not_yet("--reuse-grad-buf-for-mxfp8-param-ag", Switch.ON, False, NO_FP8_WEIGHTS),
     refused("--te-precision-config-file", str, None, "recipes are chosen by --fp8-recipe"),
     refused("--fp4-format", str, None, NO_FP4, choices=("e2m1",), dest="fp4"),
     refused("--fp4-param-gather", Switch.ON, False, NO_FP4),

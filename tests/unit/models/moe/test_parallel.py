@@ -18,7 +18,16 @@ import torch
 from megatron.models.config import ModelConfig
 from tests.pool import run_ranks
 from tests.unit.models.moe import shapes
-from tests.unit.models.moe.training import Layout, Options, Trace, assembled, recorded, reference, train
+from tests.unit.models.moe.training import (
+    Layout,
+    Options,
+    Trace,
+    assembled,
+    assert_one_order,
+    recorded,
+    reference,
+    train,
+)
 from tests.unit.train.equivalence import error
 from tests.unit.train.test_equivalence import pairwise_cover
 
@@ -136,14 +145,4 @@ def test_ranks_launch_in_one_order():
     logs = run_ranks(
         recorded, 4, shapes.deepseek(dispatcher="alltoall"), layout, Options(recompute="full"), timeout=120
     )
-    groups: dict[tuple[int, ...], list[tuple[int, list[list[tuple[str, int]]]]]] = {}
-    for rank, log in enumerate(logs):
-        by_ranks: dict[tuple[int, ...], list[list[tuple[str, int]]]] = {}
-        for key, calls in log.items():  # several groups may have the same members: in the order of first use
-            by_ranks.setdefault(key[:-1], []).append(calls)
-        for ranks, found in by_ranks.items():
-            groups.setdefault(ranks, []).append((rank, found))
-    assert any(len(ranks) == 2 for ranks in groups)
-    for ranks, members in groups.items():
-        assert [rank for rank, _ in members] == list(ranks)
-        assert all(found == members[0][1] for _, found in members), ranks
+    assert_one_order(logs)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.fsdp import collectives as fsdp_collectives
-from megatron.models.backends.base import LayerOptions
+from megatron.models.backends.base import Backend, LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import ModelConfig, RecomputeConfig
 from megatron.models.gpt import GPTModel
@@ -50,7 +50,8 @@ class Layout:
 @dataclass(frozen=True)
 class Options:
     """How a layout trains. `double`: in float64, where a long chain of sums leaves fp32's 1e-6. `forced`: a
-    bias that sends every token to the first experts.
+    bias that sends every token to the first experts. `backend`: "torch" or "te" (in a process that has it).
+    `overlap`: microbatches take turns.
     """
 
     strategy: str = "optim_grads_params"
@@ -59,6 +60,8 @@ class Options:
     recompute: str | None = None
     double: bool = False
     forced: bool = False
+    backend: str = "torch"
+    overlap: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,6 +142,14 @@ def reference(config: ModelConfig, per_token: bool, dtype: torch.dtype, forced: 
     return trace
 
 
+def backend_class(name: str) -> type[Backend]:
+    if name == "torch":
+        return TorchBackend
+    from megatron.models.backends.transformer_engine import TransformerEngineBackend
+
+    return TransformerEngineBackend
+
+
 def train_config(config: ModelConfig, layout: Layout, options: Options) -> Any:
     sizes = layout.sizes
     words = [
@@ -173,7 +184,8 @@ def train(
         fuse_wgrad_accumulation=options.fused,
     )
     settings = train_config(config, layout, options)
-    wrapped = build_model(options.apply(config), TorchBackend(layers), settings, mesh, torch.device("cpu"))
+    backend = backend_class(options.backend)(layers)
+    wrapped = build_model(options.apply(config), backend, settings, mesh, torch.device("cpu"))
     if options.forced:
         force_first_experts(wrapped)
     places = [(name, shape, chunks) for name, _, shape, chunks in pieces(wrapped, config, mesh)]
@@ -181,7 +193,8 @@ def train(
     optimizer = build_optimizer(wrapped.named_parameters(), sgd)
     schedule = ScheduleConfig(max_lr=LEARNING_RATE, decay_style="constant")
     state = TrainState(wrapped, optimizer, OptimizerParamScheduler(optimizer, schedule))
-    step = TrainStep(state, mesh, StepOptions(per_token=options.per_token, clip_grad=0.0))
+    step_options = StepOptions(per_token=options.per_token, clip_grad=0.0, overlap_experts=options.overlap)
+    step = TrainStep(state, mesh, step_options)
     named = list(wrapped.named_parameters())
     trace = Trace()
 
@@ -228,6 +241,21 @@ def recorded(
         for module, name, original in originals:
             setattr(module, name, original)
     return seen
+
+
+def assert_one_order(logs: list[Any]) -> None:
+    """What `recorded` gave on each rank: the same calls in the same order on all ranks of each group."""
+    groups: dict[tuple[int, ...], list[tuple[int, list[list[tuple[str, int]]]]]] = {}
+    for rank, log in enumerate(logs):
+        by_ranks: dict[tuple[int, ...], list[list[tuple[str, int]]]] = {}
+        for key, calls in log.items():  # several groups may have the same members: in the order of first use
+            by_ranks.setdefault(key[:-1], []).append(calls)
+        for ranks, found in by_ranks.items():
+            groups.setdefault(ranks, []).append((rank, found))
+    assert any(len(ranks) == 2 for ranks in groups)
+    for ranks, members in groups.items():
+        assert [rank for rank, _ in members] == list(ranks)
+        assert all(found == members[0][1] for _, found in members), ranks
 
 
 COLLECTIVES = (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.parallel import collectives
 from megatron.parallel.expert import AllGatherDispatcher, AllToAllDispatcher, ExpertGrid, Routing, dispatch
 from megatron.parallel.expert import permute as p
-from megatron.parallel.expert.flex import FlexDispatcher
+from megatron.parallel.expert.flex import FlexDispatcher, flex_buffer
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from tests.pool import run_ranks
-from tests.unit.parallel.expert.fake_flex import GlooFlexBuffer
+from tests.unit.parallel.expert.fake_flex import fake_flex_buffer
 
 EXPERTS, TOPK, HIDDEN, INNER = 8, 2, 4, 8
 # how the tokens choose: freely; all one expert (E08); none the experts of rank 1; more ranks than tokens
@@ -53,7 +54,8 @@ def run_dispatcher(kind, grid, pattern, rank):
         "allgather": AllGatherDispatcher,
         "alltoall": AllToAllDispatcher,
         "padded": AllToAllDispatcher,
-        "flex": lambda grid: FlexDispatcher(grid, GlooFlexBuffer(grid)),
+        "deepep": lambda grid: FlexDispatcher(grid, fake_flex_buffer("deepep", grid)),
+        "hybridep": lambda grid: FlexDispatcher(grid, fake_flex_buffer("hybridep", grid)),
     }[kind](grid)
     experts, weights = routing_of(pattern, rank)
     weights.requires_grad_()
@@ -80,8 +82,9 @@ def expected(pattern, world):
     return out.detach(), tokens.grad, weights.grad, experts.grad
 
 
-KINDS = [("allgather", 2, 1), ("alltoall", 2, 1), ("padded", 2, 1), ("flex", 2, 1), ("alltoall", 2, 2)]
-KINDS += [("allgather", 4, 2), ("alltoall", 4, 2), ("alltoall", 4, 1), ("flex", 4, 1), ("padded", 4, 2)]
+KINDS = [("allgather", 2, 1), ("alltoall", 2, 1), ("padded", 2, 1), ("deepep", 2, 1), ("alltoall", 2, 2)]
+KINDS += [("allgather", 4, 2), ("alltoall", 4, 2), ("alltoall", 4, 1), ("deepep", 4, 1), ("padded", 4, 2)]
+KINDS += [("hybridep", 2, 1), ("hybridep", 4, 1)]
 
 
 @pytest.mark.parametrize(("kind", "world", "etp"), KINDS)
@@ -123,6 +126,56 @@ def run_count(rank, world_size):
 
 def test_counts_travel_only_without_capacity():
     assert run_ranks(run_count, 2) == [[1, 1], [1, 1]]
+
+
+def test_flex_libraries_are_asked_for_by_name():
+    grid = ExpertGrid(EXPERTS, ep=object(), ep_size=2)
+    for backend, name in (("deepep", "Buffer"), ("hybridep", "HybridEPBuffer")):
+        with pytest.raises(ValueError, match=f"--moe-flex-dispatcher-backend {backend} needs .* {name}"):
+            flex_buffer(backend, grid)
+    with pytest.raises(ValueError, match="ncclep is not there: use deepep or hybridep"):
+        flex_buffer("ncclep", grid)
+    with pytest.raises(ValueError, match="--expert-model-parallel-size 2 or more"):
+        flex_buffer("deepep", ExpertGrid(EXPERTS))
+
+
+def run_events(rank, world_size):
+    """What happens in forward and in backward of one call, in order."""
+    mesh = ParallelMesh(ParallelSizes(data=world_size, expert=world_size))
+    grid = ExpertGrid.of_mesh(EXPERTS, mesh)
+    dispatcher, events = AllToAllDispatcher(grid), []
+    launch, wait = collectives.launch_all_to_all, collectives.Pending.wait
+    experts, weights = routing_of("free", rank)
+    tokens = tokens_of("free", rank).requires_grad_()
+    dispatcher.switch = lambda: events.append("switch")
+    shared = []
+
+    def meanwhile():
+        shared.append(tokens * 2)
+        shared[0].register_hook(lambda grad: events.append("meanwhile"))
+        events.append("meanwhile")
+
+    collectives.launch_all_to_all = lambda *args: events.append("launch") or launch(*args)
+    collectives.Pending.wait = lambda self: events.append("wait") or wait(self)
+    try:
+        there = dispatcher.dispatch(tokens, Routing(experts, weights, EXPERTS), meanwhile)
+        out = there.combine(there.rows * 3)
+        events.append("backward")
+        (out + shared[0]).sum().backward()
+    finally:
+        collectives.launch_all_to_all, collectives.Pending.wait = launch, wait
+    return events
+
+
+def test_what_is_done_meanwhile_is_done_meanwhile():
+    """Between launch and wait of the tokens' way, in forward and in backward; so is the switch."""
+    events = run_ranks(run_events, 2)[0]
+    counts, forward = events[0], events[1 : events.index("backward")]
+    assert counts == "wait"
+    assert forward == ["launch", "meanwhile", "switch", "wait", "launch", "switch", "wait"]
+    backward = events[events.index("backward") + 1 :]
+    assert [event for event in backward if event != "meanwhile"] == ["launch", "switch", "wait"] * 2
+    assert backward[backward.index("meanwhile") - 1] == "launch" or backward[0] == "meanwhile"
 
 
 def test_experts_must_divide():
