@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.te.engine import in_te_process, run_te_ranks
+from tests.te.engine import device, in_te_process, run_te_ranks
 from tests.unit.models.moe import shapes
 from tests.unit.models.moe.training import (
     SEED,
@@ -115,11 +115,13 @@ def test_a_checkpoint_of_one_backend_loads_in_the_other(model: str) -> None:
     models = {}
     for kind, seed in (("te", SEED), ("torch", SEED + 1)):
         backend = backend_class(kind)(LayerOptions.from_mesh(mesh, device="meta"))
-        models[kind] = materialise(GPTModel(MODELS[model](), backend, mesh), Initializer(seed, mesh))
+        models[kind] = materialise(
+            GPTModel(MODELS[model](), backend, mesh), Initializer(seed, mesh), device=device()
+        )
     te, plain = models["te"], models["torch"]
     assert te.state_dict().keys() == plain.state_dict().keys()
     te.load_state_dict(plain.state_dict())
-    tokens, labels = torch.randint(0, shapes.VOCABULARY, (2, 2, 8))
+    tokens, labels = torch.randint(0, shapes.VOCABULARY, (2, 2, 8)).to(device())
     assert error(te(tokens, labels=labels), plain(tokens, labels=labels)) < 2e-6
     with torch.no_grad():
         for parameter in te.parameters():

@@ -82,10 +82,8 @@ class TransformerEngineBackend(fp8.QuantisedCompute, Backend):
 
     def describe(self) -> str:
         """Lines that a run prints about its choice of kernels."""
-        lines = [describe_attention(self.settings.attention_backend)]
-        if self.settings.fp8 is not None:
-            lines.append(self.settings.fp8.describe())
-        return "\n".join(lines)
+        quantised = [] if self.settings.fp8 is None else [self.settings.fp8.describe()]
+        return "\n".join([describe_attention(self.settings.attention_backend), *quantised])
 
     def Linear(
         self,
@@ -102,9 +100,8 @@ class TransformerEngineBackend(fp8.QuantisedCompute, Backend):
     ) -> nn.Module:
         """See Backend.Linear."""
         cut = Cut(parallel_mode, expert, tensor_parallel_parts, name or "Linear")
-        sizes = self._sizes(cut, in_features, out_features)
         module = self._te.Linear(
-            *sizes,
+            *self._sizes(cut, in_features, out_features),
             bias=bias,
             return_bias=return_bias and bias,
             **self._parallel(cut),

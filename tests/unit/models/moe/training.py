@@ -25,6 +25,7 @@ from megatron.train.build import build_model
 from megatron.train.lr_schedule import OptimizerParamScheduler, ScheduleConfig
 from megatron.train.optimizer import OptimizerConfig, build_optimizer
 from megatron.train.step import BatchSize, StepOptions, TrainState, TrainStep
+from tests.te import engine
 from tests.unit.models.moe.shapes import VOCABULARY, pieces
 
 STEPS, MICRO_BATCH, LENGTH, SEED, LEARNING_RATE = 2, 2, 16, 7, 0.05
@@ -175,7 +176,8 @@ def train(
     rank: int, world: int, config: ModelConfig, layout: Layout, options: Options
 ) -> tuple[Trace, list[Any]]:
     """This rank's trace, its tensors local, and where they lie in the whole model."""
-    mesh = ParallelMesh(ParallelSizes(**layout.sizes))
+    where = engine.device() if options.backend == "te" else "cpu"
+    mesh = ParallelMesh(ParallelSizes(**layout.sizes), where)
     layers = LayerOptions.from_mesh(
         mesh,
         sequence_parallel=layout.sequence_parallel,
@@ -185,7 +187,7 @@ def train(
     )
     settings = train_config(config, layout, options)
     backend = backend_class(options.backend)(layers)
-    wrapped = build_model(options.apply(config), backend, settings, mesh, torch.device("cpu"))
+    wrapped = build_model(options.apply(config), backend, settings, mesh, torch.device(where))
     if options.forced:
         force_first_experts(wrapped)
     places = [(name, shape, chunks) for name, _, shape, chunks in pieces(wrapped, config, mesh)]
@@ -194,7 +196,7 @@ def train(
     schedule = ScheduleConfig(max_lr=LEARNING_RATE, decay_style="constant")
     state = TrainState(wrapped, optimizer, OptimizerParamScheduler(optimizer, schedule))
     step_options = StepOptions(per_token=options.per_token, clip_grad=0.0, overlap_experts=options.overlap)
-    step = TrainStep(state, mesh, step_options)
+    step = TrainStep(state, mesh, step_options, device=where)
     named = list(wrapped.named_parameters())
     trace = Trace()
 
@@ -205,7 +207,13 @@ def train(
     optimizer.register_step_pre_hook(record)
     dp, size = mesh.size("dp"), BatchSize(layout.microbatches, TOTAL_MICROBATCHES * MICRO_BATCH)
     for index in range(STEPS):
-        own = (part(batch(index, m * dp + mesh.rank("dp")), mesh) for m in range(layout.microbatches))
+        own = (
+            {
+                name: value.to(where)
+                for name, value in part(batch(index, m * dp + mesh.rank("dp")), mesh).items()
+            }
+            for m in range(layout.microbatches)
+        )
         result = step(own, size)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
@@ -276,7 +284,7 @@ def part(one: dict[str, Tensor], mesh: ParallelMesh) -> dict[str, Tensor]:
 def whole(tensor: Any) -> Tensor:
     """A shard's tensor on its tensor and expert rank. Collective."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().clone()
+    return full.detach().clone().cpu()
 
 
 def assembled(results: list[tuple[Trace, list[Any]]]) -> Trace:
