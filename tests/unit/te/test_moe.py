@@ -33,8 +33,8 @@ MODELS = {
         shapes.deepseek, load_balancing=("seq_aux_loss",), aux_loss_coeff=(0.1,), bias_update_rate=0.0
     ),
 }
-TOLERANCES = {"mixtral": 2e-6, "deepseek": 1e-5}
-"""Losses keep 1e-6; gradients what TE's order of sums leaves, in DeepSeek over a chain of five layers."""
+TOLERANCE = 2e-6
+"""Of gradients and norms; losses keep 1e-6. On one rank TE's order of sums leaves up to 9e-7."""
 CELLS: dict[str, list[Options]] = {
     "mixtral": [
         Options(strategy, backend="te")
@@ -76,13 +76,13 @@ def check(model: str, cells: list[Options]) -> None:
             expected(model, options.per_token, options.forced),
         )
         assert got.losses == pytest.approx(wanted.losses, rel=1e-6), options
-        assert got.norms == pytest.approx(wanted.norms, rel=TOLERANCES[model]), options
+        assert got.norms == pytest.approx(wanted.norms, rel=TOLERANCE), options
         for ours, theirs in zip(
             [*got.gradients, got.weights], [*wanted.gradients, wanted.weights], strict=True
         ):
             assert ours.keys() == theirs.keys()
             errors = [(error(ours[name], theirs[name][: ours[name].shape[0]]), name) for name in theirs]
-            assert max(errors)[0] < TOLERANCES[model], (options, max(errors))
+            assert max(errors)[0] < TOLERANCE, (options, max(errors))
         if options.forced:
             idle = [
                 f"decoder.layers.1.mlp.experts.linear_fc{fc}.weight{expert}"
