@@ -176,7 +176,8 @@ def recorded(settings: Fp8Settings, recompute: Any = None) -> Iterator[tuple[Rec
         patch.setattr(te, "autocast", recorder.autocast)
         backend = TransformerEngineBackend(options, EngineSettings(fp8=settings), amax_group="maxima")
         model = materialise(GPTModel(config, backend, mesh), Initializer(3, mesh), device=device())
-        recorder.watch(model, (te.Linear, te.LayerNormLinear, te.GroupedLinear))
+        kinds = (te.Linear, te.LayerNormLinear, te.GroupedLinear, type(model.output_layer))
+        recorder.watch(model, kinds)
         yield recorder, model
 
 
