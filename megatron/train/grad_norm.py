@@ -41,7 +41,9 @@ def counts_here(parameter: Tensor, mesh: ParallelMesh) -> bool:
     if not isinstance(parameter, DTensor):
         return mesh.rank("edp" if annotation.expert else "dp_cp") == 0
     outer = "edp_outer" if annotation.expert else "dp_outer"
-    if outer not in (parameter.device_mesh.mesh_dim_names or ()) and mesh.rank(outer) != 0:
+    # Where both views have the same groups, experts share the buffers, and so the mesh, of the dense parameters.
+    cut_by_outer = {"edp_outer", "dp_outer"} & set(parameter.device_mesh.mesh_dim_names or ())
+    if not cut_by_outer and mesh.rank(outer) != 0:
         return False  # hybrid sharding: the mesh of the DTensor is one of several replicas
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank holds a parameter of a mesh that it is not part of"

@@ -19,9 +19,9 @@ from tests.functional.features import STRATEGIES, Flags, words
 from tests.functional.golden import Metrics
 
 TOLERANCES = {"fp64": 1e-8, "fp32": 3e-5}
-"""Relative, of losses after three steps and, ten times as much, of gradient norms."""
+"""Relative, of losses and, ten times as much, of gradient norms."""
 MOST_DRAWS = 200
-STEPS = 3
+STEPS = 2
 TIMEOUT = 240.0
 METRICS = ("lm loss", "grad-norm")
 HOOK = "tests.functional.hooks:transformer_engine_on_cpu"
@@ -124,7 +124,7 @@ def _run(rng: random.Random) -> Flags:
     flags: Flags = {
         "--seq-length": 16, "--max-position-embeddings": 16, "--attention-dropout": 0, "--hidden-dropout": 0,
         "--init-method-std": 0.1, "--micro-batch-size": rng.choice((1, 1, 2)),
-        "--global-batch-size": rng.choice((8, 8, 16)), "--train-iters": STEPS, "--lr": 0.003,
+        "--global-batch-size": rng.choice((4, 8)), "--train-iters": STEPS, "--lr": 0.003,
         "--lr-decay-style": "constant", "--clip-grad": rng.choice((1.0, 0.0)), "--mock-data": True,
         "--tokenizer-type": "NullTokenizer", "--vocab-size": rng.choice((61, 62)), "--null-tokenizer-eod-id": 7,
         "--make-vocab-size-divisible-by": 8, "--num-workers": 0, "--eval-iters": 0, "--log-interval": 1,

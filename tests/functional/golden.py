@@ -179,7 +179,7 @@ def _is_near(difference: Difference, precision: str | None) -> bool:
         return expected == found
     if difference.metric == "num-zeros":
         # What underflows differs from machine to machine, what no token touched does not.
-        slack, share = (16, 0.1) if precision == "bf16" else (2, 1e-3)
+        slack, share = (64, 0.5) if precision == "bf16" else (16, 1e-3)
         return abs(expected - found) <= slack + share * expected
     factor = NORM_FACTOR if difference.metric == "grad-norm" else 1.0
     return abs(expected - found) <= factor * TOLERANCES[precision] * abs(expected)
