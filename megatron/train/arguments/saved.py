@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.train.arguments.tables import flags_by_dest, mla, model, moe, positions, tokenizer
-from megatron.train.checkpoint import latest_iteration, read_record
+from megatron.train.checkpoint import find_checkpoint, latest_iteration, read_record
 
 # Of those tables, what says how a model is made or computed at the start rather than what it is.
 _NOT_THE_MODEL = frozenset(
@@ -37,14 +37,24 @@ def model_destinations() -> tuple[str, ...]:
 def complete_from_checkpoint(arguments: Namespace) -> tuple[Namespace, list[str]]:
     """With --use-checkpoint-args: what --load's checkpoint says of the model. Reads one small file, starts nothing.
 
+    Where that file is damaged, the newest whole checkpoint's, which --load will fall back to.
+
     Returns: (arguments, one line for each difference). Raises ValueError for a checkpoint that cannot be read.
     """
     if not arguments.use_checkpoint_args or arguments.load is None:
         return arguments, []
-    iteration = latest_iteration(arguments.load) if arguments.ckpt_step is None else arguments.ckpt_step
-    if iteration is None:
+    step = arguments.ckpt_step
+    try:
+        iteration = latest_iteration(arguments.load) if step is None else step
+        if iteration is not None:
+            return with_saved_arguments(arguments, read_record(arguments.load, iteration).arguments)
+    except ValueError:
+        if step is not None:
+            raise
+    found = find_checkpoint(arguments.load)
+    if found is None:
         return arguments, []
-    return with_saved_arguments(arguments, read_record(arguments.load, iteration).arguments)
+    return with_saved_arguments(arguments, read_record(arguments.load, found.iteration).arguments)
 
 
 def with_saved_arguments(arguments: Namespace, saved: Mapping[str, Any]) -> tuple[Namespace, list[str]]:

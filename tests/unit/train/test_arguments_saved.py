@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.train.arguments import parse_args, validate
 from megatron.train.arguments.saved import complete_from_checkpoint, model_destinations, with_saved_arguments
-from megatron.train.checkpoint import MARKER, Progress, RunRecord
+from megatron.train.checkpoint import Progress, RunRecord, save_checkpoint
 from tests.unit.train.test_arguments import RUN, config
 
 TRAINING = (
@@ -61,15 +61,18 @@ def test_use_checkpoint_args_reads_the_checkpoint(tmp_path: Path) -> None:
         arguments=config("--swiglu").as_dict(),
         world_size=4,
     )
-    directory = tmp_path / "iter_0000003"
-    directory.mkdir()
-    (directory / "run.json").write_text(json.dumps(asdict(record)))
-    (tmp_path / MARKER).write_text("3")
+    save_checkpoint(tmp_path, {"model.a": torch.zeros(1)}, record)
     words = f"{TRAINING} --load {tmp_path}".split()
     arguments, lines = complete_from_checkpoint(parse_args([*words, "--use-checkpoint-args"]))
     assert arguments.num_layers == 4 and arguments.swiglu and len(lines) > 3
     assert validate(arguments, 2, "cpu").world_size == 2
     untouched = parse_args(words)
     assert complete_from_checkpoint(untouched) == (untouched, [])
+    (
+        save_checkpoint(tmp_path, {"model.a": torch.zeros(1)}, replace(record, progress=Progress(4)))
+        / "run.json"
+    ).unlink()
+    fallen_back, _ = complete_from_checkpoint(parse_args([*words, "--use-checkpoint-args"]))
+    assert vars(fallen_back) == vars(arguments)
     with pytest.raises(ValueError, match="--ckpt-step"):
         complete_from_checkpoint(parse_args([*words, "--use-checkpoint-args", "--ckpt-step", "9"]))

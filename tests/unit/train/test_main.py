@@ -150,7 +150,10 @@ def test_a_rank_that_crashes_ends_all(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     """One rank gets SIGTERM; both agree, save the same iteration and end well."""
-    words = [*TINY, *f"--train-iters 100000 --exit-signal-handler --save {tmp_path / 'save'}".split()]
+    words = [
+        *TINY,
+        *f"--train-iters 100000 --exit-signal-handler --async-save --save {tmp_path / 'save'}".split(),
+    ]
     processes = start(2, words)
     assert processes[0].stdout is not None
     for line in processes[0].stdout:

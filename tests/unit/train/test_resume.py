@@ -40,10 +40,17 @@ def succeed(outcomes: list[list[Outcome]]) -> list[Outcome]:
         (2, "--data-parallel-sharding-strategy optim --optimizer sgd"),
         (2, "--data-parallel-sharding-strategy optim_grads_params --bf16 --async-save --save-interval 1"),
         (3, "--data-parallel-sharding-strategy optim_grads --no-gradient-accumulation-fusion"),
+        (2, "--pipeline-model-parallel-size 2 --data-parallel-sharding-strategy optim"),
+        (
+            2,
+            "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-input-jitter-eps 0.1 "
+            "--moe-ffn-hidden-size 8 --moe-token-dispatcher-type alltoall "
+            "--data-parallel-sharding-strategy optim_grads_params",
+        ),
     ],
 )
 def test_three_and_three_steps_are_six(tmp_path: Path, ranks: int, flags: str) -> None:
-    """K01, K13, K16, K17: data order, dropout, learning rate, optimizer and evaluation, with dropout on; K07."""
+    """K01, K07, K13, K16, K17: data order, dropout, router jitter, learning rate, optimizer and evaluation."""
     batch = 4 * ranks
     common = f"{flags} --global-batch-size {batch} --train-iters 6 --eval-interval 2 --lr-warmup-iters 2"
     six, three, rest = succeed(
@@ -60,6 +67,9 @@ def test_three_and_three_steps_are_six(tmp_path: Path, ranks: int, flags: str) -
     assert three.numbers + rest.numbers == six.numbers
     assert_equal_weights(rest, six)
     assert (tmp_path / MARKER).read_text() == "6"
+    if "--async-save" in flags:  # K08: what is asked for and what is done are two lines
+        asked, done = (f"{word} the checkpoint of iteration 3" for word in ("saving", "saved"))
+        assert 0 <= three.text.index(asked) < three.text.index(done)
 
 
 def test_dropout_masks_matter() -> None:
@@ -167,6 +177,14 @@ def test_three_steps_more_in_another_layout(tmp_path: Path) -> None:
         assert "random states belong to 4 ranks (tp 2, dp_shard 2), this run has 4 (" in rest.text
         for name in ("lm_loss", "grad_norm", "params_norm", "learning_rate"):
             assert rest.series(name) == pytest.approx(six.series(name)[3:], rel=1e-9), name
+
+
+def test_the_end_of_time_saves(tmp_path: Path) -> None:
+    """--exit-duration-in-mins: the step under way is finished and saved, and the save is waited for."""
+    words = f"--global-batch-size 4 --train-iters 50 --exit-duration-in-mins 0 --async-save --save {tmp_path}"
+    (run,) = succeed(jobs(1, [words]))
+    assert "stopping after iteration 1: a signal or --exit-duration-in-mins asked for it" in run.text
+    assert "saved the checkpoint of iteration 1 to" in run.text and (tmp_path / MARKER).read_text() == "1"
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:

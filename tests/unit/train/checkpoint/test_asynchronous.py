@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +105,18 @@ def test_the_extra_memory_is_one_copy_of_the_shard(tmp_path: Path) -> None:
     plain = Saver(Ranks())
     plain.save(target(tmp_path, 4), tensors)
     assert plain.staging.nbytes == 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_saver_keeps_no_hold_of_what_it_saved(tmp_path: Path, background: bool) -> None:
+    """K15: after a save the run's tensors are as free as before it."""
+    saver, tensors = Saver(Ranks(), background=background), state(1.0)
+    seen = weakref.ref(tensors["weights"])
+    saver.save(target(tmp_path, 1), tensors)
+    saver.finish()
+    del tensors
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_save_counts_when_it_is_complete(tmp_path: Path, gate: Gate) -> None:
