@@ -84,9 +84,9 @@ class LatentAttention(nn.Module):
         latents, rotary = self._latents(hidden), inputs.rotary
         discarded = DiscardedOutput() if self._discards_heads else None
         if discarded is None:
-            query, key, value = self._heads(*latents, rotary)
+            query, key, value = self._heads(rotary, *latents)
         else:
-            query, key, value = discarded.call(lambda *latents: self._heads(*latents, rotary), *latents)
+            query, key, value = discarded.call(lambda *latents: self._heads(rotary, *latents), *latents)
         if self._checkpoint is None:
             attended = self._attend(query, key, value, inputs)
         else:
@@ -105,7 +105,7 @@ class LatentAttention(nn.Module):
         return query, latent, shared
 
     def _heads(
-        self, query: Tensor, latent: Tensor, shared: Tensor, rotary: tuple[Tensor, Tensor]
+        self, rotary: tuple[Tensor, Tensor], query: Tensor, latent: Tensor, shared: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key [s, b, heads, qk + pos], value [s, b, heads, v] of this rank's heads."""
         mla = self._mla

@@ -65,7 +65,7 @@ class ExternalAdam(torch.optim.Optimizer):
             inner = self._adam(
                 [nn.Parameter(local_tensor(parameter)) for parameter in members],
                 **{name: group[name] for name in OPTIONS},
-                adam_w_mode=True,
+                adam_w_mode=True,  # type: ignore[call-arg]
             )
             for local, parameter in zip(inner.param_groups[0]["params"], members, strict=True):
                 assert parameter.grad is not None

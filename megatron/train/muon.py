@@ -199,8 +199,9 @@ class Muon(OwnUpdates):
             direction = orthogonalise(matrix, self.config)
         finally:
             torch.set_float32_matmul_precision(before)
+        rows, columns = matrix.shape
         return direction * (
-            scale_factor(*matrix.shape, self.config.scale_mode) * self.config.extra_scale_factor
+            scale_factor(rows, columns, self.config.scale_mode) * self.config.extra_scale_factor
         )
 
 

@@ -21,12 +21,12 @@ class DeferredTensor(Tensor):
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Tensor]) -> DeferredTensor:
         """A tensor on CPU of `shape` and `dtype`, which are those of what `make` returns."""
-        deferred = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        deferred = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
         deferred._make = make
         return deferred
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Work on the values."""

@@ -126,7 +126,8 @@ def _that_fit(
     asked = set().union(*Ranks().all_gather(set(tensors)))
     unexpected = sorted(asked - there.keys())
     missing = sorted(name for name in there.keys() - asked if not name.startswith(options.not_wanted))
-    lines, errors = [], []
+    lines: list[str] = []
+    errors: list[str] = []
     for names, reaction, words in (
         (unexpected, on_unexpected, "lacks"),
         (missing, on_missing, "has, and this run does not want,"),
