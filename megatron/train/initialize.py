@@ -195,6 +195,11 @@ def use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+def sum_bf16_products_in_fp32() -> None:
+    """--disable-bf16-reduced-precision-matmul: cuBLAS may not add partial sums of bf16 products in bf16."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def seed_everything(seed: int) -> None:
     """Seed every default generator of this process."""
     if not 0 <= seed < 2**32:

@@ -19,6 +19,7 @@ from megatron.train.evaluate import EvaluationResult, evaluate
 from megatron.train.grad_norm import parameter_norm
 from megatron.train.metrics import Reporter
 from megatron.train.profiler import Profiler
+from megatron.train.replicas import check_replicas
 from megatron.train.resume import RunSaver, load_run
 from megatron.train.signals import Deadline, SignalCatcher
 from megatron.train.step import Batch, BatchSize, StepResult, TrainStep
@@ -140,6 +141,8 @@ class _Loop:
             gc.collect()
         if config.empty_unused_memory_level and self.run.device.type == "cuda":
             torch.cuda.empty_cache()
+        if _is_multiple(iteration, config.check_weight_hash_across_dp_replicas_interval):
+            check_replicas(self.step.named_parameters, self.run.mesh)
         if _is_multiple(iteration, config.eval_interval) and iteration >= (config.start_eval_at_iter or 0):
             self._evaluate_validation()
         self._tell_saved()

@@ -17,6 +17,7 @@ from megatron.train.initialize import (
     quiet_libraries,
     read_launch,
     seed_everything,
+    sum_bf16_products_in_fp32,
     use_deterministic_algorithms,
 )
 
@@ -50,6 +51,8 @@ def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch:
         return
     if config.logging_level is not None:
         logging.getLogger().setLevel(config.logging_level)
+    if config.disable_bf16_reduced_precision_matmul:
+        sum_bf16_products_in_fp32()
     if config.deterministic_mode:
         use_deterministic_algorithms()
     options = ProcessGroupOptions(

@@ -101,7 +101,7 @@ def load_run(run: Run) -> tuple[Progress, list[str]]:
     """
     config = run.config
     if config.load is None:
-        return Progress(), []
+        return _load_pretrained(run)
     bad: dict[Path, dict[int, str]] = {}
     while True:
         chosen = _choose(config, Ranks(), bad)
@@ -110,7 +110,9 @@ def load_run(run: Run) -> tuple[Progress, list[str]]:
                 raise ValueError(
                     f"--load {config.load} holds no {MARKER}; give the --save directory of a run"
                 )
-            return Progress(), [f"--load {config.load} holds no checkpoint yet: starting from the beginning"]
+            missing = f"--load {config.load} holds no checkpoint yet: starting from the beginning"
+            progress, lines = _load_pretrained(run)
+            return progress, [missing, *lines]
         root, found = chosen
         try:
             progress, lines = _load(run, root, found.iteration)
@@ -123,6 +125,20 @@ def load_run(run: Run) -> tuple[Progress, list[str]]:
             f"warning: {warning}: loading iteration {found.iteration} instead" for warning in found.warnings
         ]
         return progress, [*passed_over, *lines]
+
+
+def _load_pretrained(run: Run) -> tuple[Progress, list[str]]:
+    """Where the run has no checkpoint of its own: the weights of --pretrained-checkpoint, as --finetune takes them."""
+    source = run.config.pretrained_checkpoint
+    if source is None:
+        return Progress(), []
+    changes = {
+        "load": source,
+        "finetune": True,
+        "pretrained_checkpoint": None,
+        "exit_on_missing_checkpoint": True,
+    }
+    return load_run(dataclasses.replace(run, config=run.config.replace(**changes, ckpt_step=None)))
 
 
 def _choose(

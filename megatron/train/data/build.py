@@ -205,7 +205,8 @@ def _valid_names(config: DataConfig, count: int) -> list[str]:
     valid = config.blend_per_split[1] if config.blend_per_split else None
     if not config.multiple_validation_sets or valid is None or count != len(valid.prefixes):
         return ["valid"] * count
-    return [f"valid-{prefix.rsplit('/', 1)[-1]}" for prefix in valid.prefixes]
+    names = config.validation_set_names or [prefix.rsplit("/", 1)[-1] for prefix in valid.prefixes]
+    return [f"valid-{name}" for name in names]
 
 
 def _identity(
@@ -219,7 +220,8 @@ def _identity(
     blend = config.blend or (config.blend_per_split[split] if config.blend_per_split else None)
     prefixes: tuple[str, ...] = blend.prefixes if blend else ()
     if config.multiple_validation_sets and split == 1:
-        prefixes = tuple(prefix for prefix in prefixes if name == f"valid-{prefix.rsplit('/', 1)[-1]}")
+        named = zip(prefixes, _valid_names(config, len(prefixes)), strict=True)
+        prefixes = tuple(prefix for prefix, given in named if given == name)
     return {
         "data": [files[prefix].fingerprint for prefix in prefixes] or "mock",
         "weights": list(blend.weights) if blend and blend.weights else None,

@@ -40,6 +40,7 @@ class DataConfig:
         split: weights of train, valid and test, such as "969, 30, 1". Whole documents are divided.
         train_samples, valid_samples, test_samples: how many are planned; 0 leaves that set out. valid_samples
             is ignored with full_validation.
+        validation_set_names: of the sets of multiple_validation_sets, instead of their files'.
         seed: order of documents and samples.
         dataloader_type: "single" reads the dataset's own (already shuffled) order, "cyclic" shuffles each
             epoch anew.
@@ -63,6 +64,7 @@ class DataConfig:
     eod_mask_loss: bool = False
     full_validation: bool = False
     multiple_validation_sets: bool = False
+    validation_set_names: tuple[str, ...] | None = None
     dataloader_type: str = "single"
     num_workers: int = 2
     data_cache_path: str | None = None
@@ -122,6 +124,7 @@ def data_config_from_args(args: Any, tokenizer: Tokenizer) -> DataConfig:
 _PLAIN = {
     "seed": 1234, "eval_micro_batch_size": None, "reset_position_ids": False, "reset_attention_mask": False,
     "eod_mask_loss": False, "full_validation": False, "multiple_validation_sets": False, "num_workers": 2,
+    "validation_set_names": None,
     "data_cache_path": None, "mid_level_dataset_surplus": 0.005, "num_dataset_builder_threads": 1,
     "mmap_bin_files": True,
 }  # fmt: skip
@@ -146,6 +149,13 @@ def validate_config(config: DataConfig) -> DataConfig:
     if config.multiple_validation_sets and valid is None:
         raise ValueError(
             "--multiple-validation-sets needs --valid-data-path with the sets to report one by one"
+        )
+    names = config.validation_set_names
+    if names is not None and (valid is None or not config.multiple_validation_sets):
+        raise ValueError(f"--validation-set-names {' '.join(names)} needs --multiple-validation-sets: add it")
+    if names is not None and valid is not None and len(names) != len(valid.prefixes):
+        raise ValueError(
+            f"--validation-set-names has {len(names)} names: give one for each of the {len(valid.prefixes)} sets"
         )
     if config.full_validation and config.blend is not None and config.blend.weights is not None:
         raise ValueError(

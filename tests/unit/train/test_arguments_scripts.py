@@ -74,7 +74,7 @@ def test_validate_only_prints_the_configuration_and_starts_nothing(
     ("words", "expected"),
     [
         ("--num-layrs 4", "did you mean --num-layers"),
-        ("--moe-latent-size 8", "--moe-latent-size 8 is not built yet"),
+        ("--moe-latent-size 8", "--moe-latent-size 8 is not supported"),
     ],
 )
 def test_a_wrong_command_line_ends_with_one_line(

@@ -9,7 +9,14 @@ import sys
 import pytest
 import torch
 
-from megatron.train.initialize import Launch, first_host, read_launch, seed_everything, tasks_on_node
+from megatron.train.initialize import (
+    Launch,
+    first_host,
+    read_launch,
+    seed_everything,
+    sum_bf16_products_in_fp32,
+    tasks_on_node,
+)
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -126,3 +133,14 @@ def test_absent_peers_are_one_line(master_port: int) -> None:
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("error: rank 1 could not meet the other 1 ranks at 127.0.0.1:"), result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_bf16_products_are_summed_in_fp32_where_asked() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = True
+        sum_bf16_products_in_fp32()
+        assert matmul.allow_bf16_reduced_precision_reduction is False
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before

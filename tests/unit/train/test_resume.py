@@ -100,17 +100,19 @@ def test_any_layout_loads(tmp_path: Path, strategy: str) -> None:
 
 def test_finetune_takes_weights_only(tmp_path: Path) -> None:
     common = "--global-batch-size 4 --hidden-dropout 0 --attention-dropout 0"
-    first, again = succeed(
+    first, again, pretrained = succeed(
         jobs(
             1,
             [
                 f"{common} --train-iters 2 --save {tmp_path}",
                 f"{common} --train-iters 1 --load {tmp_path} --finetune --lr 0",
+                f"{common} --train-iters 1 --load {tmp_path}/none --pretrained-checkpoint {tmp_path} --lr 0",
             ],
         )
     )
-    assert again.series("consumed_samples") == [4]
-    assert_equal_weights(again, first)
+    for outcome in (again, pretrained):
+        assert outcome.series("consumed_samples") == [4]
+        assert_equal_weights(outcome, first)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 NO_FIM = "fill-in-the-middle data is not there; prepare such documents beforehand"
 
@@ -101,8 +101,12 @@ FLAGS: tuple[Flag, ...] = (
             ("external", "a loader from elsewhere cannot be handed over by flag; use single or cyclic"),
         ),
     ),
-    not_yet(
-        "--no-data-sharding", Switch.OFF, True, "cyclic sampling shards the samples", dest="data_sharding"
+    no_op(
+        "--no-data-sharding",
+        Switch.OFF,
+        True,
+        "cyclic sampling shuffles all samples over all ranks already",
+        dest="data_sharding",
     ),
     works(
         "--num-dataset-builder-threads",
@@ -158,8 +162,18 @@ FLAGS: tuple[Flag, ...] = (
         "Spare share of samples built for each part of a blend.",
         "train/data/build.py",
     ),
-    not_yet("--per-dataset-sequences-path", str, None, "a file of sequence counts is not read"),
-    not_yet("--allow-ambiguous-pad-tokens", Switch.ON, False, "padding is never told from its value"),
+    no_op(
+        "--per-dataset-sequences-path",
+        str,
+        None,
+        "tunes the start on a slow file system; index files are read and checked once",
+    ),
+    no_op(
+        "--allow-ambiguous-pad-tokens",
+        Switch.ON,
+        False,
+        "padding is known by its place, so that its id may be any token's",
+    ),
     works(
         "--multiple-validation-sets",
         Switch.ON,
@@ -168,22 +182,50 @@ FLAGS: tuple[Flag, ...] = (
         "train/data/config.py",
         test="train/data/test_config.py",
     ),
-    not_yet("--validation-set-names", str, None, "one validation set", nargs="+"),
-    not_yet("--object-storage-cache-path", str, None, "data lies in files"),
-    not_yet("--dataloader-defer-npy-index-mmap", Switch.ON, False, "index caches are mapped at once"),
-    not_yet("--dataloader-fast-cache-load", Switch.ON, False, "index caches are checked at each start"),
-    not_yet("--dataloader-inter-document-masking", Switch.ON, False, "use --reset-attention-mask"),
-    not_yet("--fim-data", Switch.ON, False, NO_FIM),
-    not_yet("--fim-rate", float, 0.5, NO_FIM),
-    not_yet("--fim-spm-rate", float, 0.5, NO_FIM),
-    not_yet("--fim-eod-token", str, "<|endoftext|>", NO_FIM),
-    not_yet("--fim-fragment-rate", float, None, NO_FIM),
-    not_yet("--fim-middle-token", str, "<fim_middle>", NO_FIM),
-    not_yet("--fim-no-prefix", str, None, NO_FIM),
-    not_yet("--fim-pad-token", str, "<fim_pad>", NO_FIM),
-    not_yet("--fim-prefix-token", str, "<fim_prefix>", NO_FIM),
-    not_yet("--fim-split-sample", str, None, NO_FIM),
-    not_yet("--fim-suffix-token", str, "<fim_suffix>", NO_FIM),
+    works(
+        "--validation-set-names",
+        str,
+        None,
+        "Names of the sets of --multiple-validation-sets.",
+        "train/data/config.py",
+        nargs="+",
+        test="train/data/test_build.py",
+    ),
+    refused(
+        "--object-storage-cache-path",
+        str,
+        None,
+        "data lies in files: mount the object store, or copy its files",
+    ),
+    no_op(
+        "--dataloader-defer-npy-index-mmap",
+        Switch.ON,
+        False,
+        "tunes the start on a slow file system; index files are read and checked once",
+    ),
+    no_op(
+        "--dataloader-fast-cache-load",
+        Switch.ON,
+        False,
+        "tunes the start on a slow file system; index files are read and checked once",
+    ),
+    refused(
+        "--dataloader-inter-document-masking",
+        Switch.ON,
+        False,
+        "use --reset-attention-mask and --reset-position-ids",
+    ),
+    refused("--fim-data", Switch.ON, False, NO_FIM),
+    refused("--fim-rate", float, 0.5, NO_FIM),
+    refused("--fim-spm-rate", float, 0.5, NO_FIM),
+    refused("--fim-eod-token", str, "<|endoftext|>", NO_FIM),
+    refused("--fim-fragment-rate", float, None, NO_FIM),
+    refused("--fim-middle-token", str, "<fim_middle>", NO_FIM),
+    refused("--fim-no-prefix", str, None, NO_FIM),
+    refused("--fim-pad-token", str, "<fim_pad>", NO_FIM),
+    refused("--fim-prefix-token", str, "<fim_prefix>", NO_FIM),
+    refused("--fim-split-sample", str, None, NO_FIM),
+    refused("--fim-suffix-token", str, "<fim_suffix>", NO_FIM),
     refused("--sft", Switch.ON, False, "fine-tuning on conversations is not there"),
     refused(
         "--sft-tokenizer-prompt-format",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 ALLOCATION = "tunes the allocation of gathered parameters"
 NCCL_BUFFERS = "tunes NCCL user buffers, which are not used"
@@ -191,12 +191,11 @@ FLAGS: tuple[Flag, ...] = (
         "all gradients accumulate in fp32 already",
         nargs="+",
     ),
-    not_yet(
+    refused(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         Switch.ON,
         False,
-        "what a reduction sums in is the communication library's choice; use "
-        "--megatron-fsdp-grad-comm-dtype fp32",
+        "what a reduction sums in is the library's choice; use --megatron-fsdp-grad-comm-dtype fp32",
     ),
     no_op("--accumulate-allreduce-grads-in-fp32", Switch.ON, False, "gradients accumulate in fp32 already"),
     works(

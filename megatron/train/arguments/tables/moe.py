@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, refused, works
 from megatron.train.arguments.values import layer_pattern
 
 NOT_THERE = "it is not part of the experts here yet; leave it out"
@@ -53,7 +53,12 @@ FLAGS: tuple[Flag, ...] = (
         CONFIG,
         test=LAYER_TEST,
     ),
-    not_yet("--moe-latent-size", int, None, NOT_THERE),
+    refused(
+        "--moe-latent-size",
+        int,
+        None,
+        "experts work on whole hidden states; use --moe-ffn-hidden-size for smaller ones",
+    ),
     works(
         "--moe-router-load-balancing-type",
         str,

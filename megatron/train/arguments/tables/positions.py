@@ -148,6 +148,7 @@ FLAGS: tuple[Flag, ...] = (
         "Fractions of channels between the two betas.",
         DEEPSEEK,
         dest="yarn_correction_range_round_to_int",
+        test="models/test_deepseek.py",
     ),
     works(
         "--yarn-original-max-position-embeddings",

@@ -68,11 +68,13 @@ FLAGS: tuple[Flag, ...] = (
         "train/loss_scale.py",
         test="train/test_loss_scale.py",
     ),
-    not_yet(
+    works(
         "--disable-bf16-reduced-precision-matmul",
         Switch.ON,
         False,
-        "torch's setting for bf16 products is not changed",
+        "Partial sums of bf16 products are added in fp32.",
+        "train/main.py",
+        test="train/test_initialize.py",
     ),
     works(
         "--fp8-format",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 TITLE = "Tokenizer"
 
@@ -69,7 +69,7 @@ FLAGS: tuple[Flag, ...] = (
         "models/config.py",
         test="train/equivalence.py",
     ),
-    not_yet("--vocab-extra-ids", int, 0, "extra ids (T5) are not there"),
+    refused("--vocab-extra-ids", int, 0, "extra ids are T5's; give the vocabulary's size with --vocab-size"),
     works(
         "--tiktoken-pattern",
         str,
@@ -89,31 +89,40 @@ FLAGS: tuple[Flag, ...] = (
         "Special tokens of TikTokenizer.",
         "train/tokenizers/factory.py",
     ),
-    not_yet(
+    refused(
         "--tokenizer-special-tokens",
         str,
         None,
-        "special tokens come from the tokenizer's files",
+        "special tokens come from the tokenizer's files: add them there",
         nargs="+",
         dest="special_tokens",
     ),
-    not_yet("--tokenizer-metadata", str, None, "metadata files are not read", dest="metadata_path"),
-    not_yet(
-        "--tokenizer-sentencepiece-legacy", Switch.ON, False, "the legacy mode of sentencepiece is not there"
+    refused(
+        "--tokenizer-metadata",
+        str,
+        None,
+        "say --tokenizer-type and --tokenizer-model instead of a metadata file",
+        dest="metadata_path",
     ),
-    not_yet(
+    refused(
+        "--tokenizer-sentencepiece-legacy",
+        Switch.ON,
+        False,
+        "the legacy mode adds tokens that the model's file lacks: add them there",
+    ),
+    refused(
         "--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
         Switch.OFF,
         True,
-        "the model decides about extra whitespace",
+        "the SentencePiece model's own normalisation decides about whitespace",
         aliases=("--disable-tokenizer-sentencepiece-ignore-extra-whitespaces",),
         dest="tokenizer_sentencepiece_ignore_extra_whitespaces",
     ),
-    not_yet(
+    no_op(
         "--tokenizer-hf-no-include-special-tokens",
         Switch.ON,
         False,
-        "text is encoded without special tokens; --append-eod adds the end of document",
+        "text is always encoded without special tokens; --append-eod adds the end of document",
     ),
     refused("--tokenizer-hf-no-use-fast", Switch.ON, False, "only fast tokenizers"),
     refused("--trust-remote-code", Switch.ON, False, "no code is taken from tokenizers' folders"),

@@ -125,13 +125,20 @@ FLAGS: tuple[Flag, ...] = (
         "train/loop.py",
         test="train/test_arguments_rules.py",
     ),
-    not_yet(
+    works(
         "--full-validation",
         Switch.ON,
         False,
-        "an evaluation of the whole validation set is not there; use --eval-iters",
+        "Evaluate on the whole validation set, each document once, instead of --eval-iters batches.",
+        "train/data/config.py",
+        test="train/data/test_build.py",
     ),
-    not_yet("--test-mode", Switch.ON, False, "the mode for tests of recovery is not there"),
+    no_op(
+        "--test-mode",
+        Switch.ON,
+        False,
+        "adds assertions inside Megatron's attention; its tests are ours under tests/",
+    ),
     works(
         "--exit-interval",
         int,
@@ -177,8 +184,11 @@ FLAGS: tuple[Flag, ...] = (
         "train/loop.py",
         nargs="+",
     ),
-    not_yet(
-        "--phase-transition-iterations", str, None, "dropping the optimizer state at given steps is not there"
+    refused(
+        "--phase-transition-iterations",
+        str,
+        None,
+        "stop at the step with --exit-interval, then go on with new data by --load",
     ),
     works(
         "--manual-gc",
@@ -217,8 +227,13 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     no_op("--train-sync-interval", int, None, "each step waits for the device once, for its numbers"),
-    not_yet(
-        "--check-weight-hash-across-dp-replicas-interval", int, None, "replicas are not compared during a run"
+    works(
+        "--check-weight-hash-across-dp-replicas-interval",
+        int,
+        None,
+        "Steps between comparisons of the copies of weights that ranks hold (no_shard, or an outer axis).",
+        "train/loop.py",
+        test="train/test_replicas.py",
     ),
     works(
         "--no-check-for-nan-in-loss-and-grad",
@@ -270,7 +285,14 @@ FLAGS: tuple[Flag, ...] = (
         "train/resume.py",
         test="train/data/test_build.py",
     ),
-    not_yet("--pretrained-checkpoint", str, None, "use --load with --finetune"),
+    works(
+        "--pretrained-checkpoint",
+        str,
+        None,
+        "Where --load holds no checkpoint: weights to start from, as --finetune takes them.",
+        "train/resume.py",
+        test="train/test_resume.py",
+    ),
     no_op("--local-rank", int, 0, "taken from the launcher's environment"),
     refused("--lazy-mpu-init", Switch.ON, False, "process groups are made once, by the launch"),
     no_op(

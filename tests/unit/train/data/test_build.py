@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -249,6 +250,8 @@ def test_each_validation_set_has_its_own_counter(tmp_path: Path) -> None:
         for index, valid in enumerate(iterators.valid):
             seen[index] += inputs(list(valid.evaluation(3)))
             assert valid.consumed_samples == 6 * (evaluation + 1)
+    named = dataclasses.replace(config, validation_set_names=("easy", "hard"))
+    assert [valid.name for valid in build_data_iterators(named).valid] == ["valid-easy", "valid-hard"]
     for index, rows in enumerate(seen):
         assert len(set(map(tuple, rows))) == 18  # never twice before the end
         assert all((row[0] > 2000) == bool(index) for row in rows)

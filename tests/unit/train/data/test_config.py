@@ -94,6 +94,7 @@ def test_sources(tmp_path: Path) -> None:
         ({"data_path": ["A"], "dataloader_type": "external"}, "--dataloader-type external"),
         ({"data_path": ["1", "A", "1", "B"], "full_validation": True}, "--full-validation"),
         ({"data_path": ["A"], "multiple_validation_sets": True}, "--multiple-validation-sets"),
+        ({"data_path": ["A"], "validation_set_names": ["a"]}, "--validation-set-names a needs"),
         ({"data_path": ["A"], "num_workers": -1}, "--num-workers -1"),
         ({"data_path": ["A"], "seq_length": 0}, "--seq-length 0"),
         ({"data_path": ["A"], "global_batch_size": 0}, "--global-batch-size 0"),
