@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.models.auxiliary import AuxiliaryLosses
 from megatron.models.config import ModelConfig
+from megatron.models.offload import offloading
 from megatron.parallel.annotate import ParameterAnnotation, annotate
 from megatron.parallel.recompute import DiscardedOutput
 
@@ -193,7 +195,9 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = spec.pre_mlp_layernorm(context) if spec.pre_mlp_layernorm else None
         self.mlp = spec.mlp(context)
         self.hidden_dropout = HiddenDropout(config.hidden_dropout, backend)
-        self._discards_norms = config.recompute.selects("layernorm")
+        # A residual stream that goes on from a norm's output needs that output.
+        self._discards_norms = config.recompute.selects("layernorm") and not self._from_norm
+        self._offload = config.offload
         recompute_name = getattr(self.mlp, "recompute_name", None)
         self._checkpoint_mlp = (
             backend.checkpoint if recompute_name and config.recompute.selects(recompute_name) else None
@@ -202,11 +206,22 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, inputs: AttentionInputs) -> Tensor:
         """hidden: [s, b, hidden] (s / tp under sequence parallelism) -> the same shape and dtype."""
         with self._autocast():
-            hidden = self._add(hidden, self.input_layernorm, lambda x: self.self_attention(x, inputs))
+            hidden = self._add(hidden, self.input_layernorm, lambda x: self._run_attention(x, inputs))
             return self._add(hidden, self.pre_mlp_layernorm, self._run_mlp)
 
+    def _run_attention(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        with self._to_host("attention", self.self_attention):
+            return self.self_attention(x, inputs)
+
+    def _to_host(self, part: str, module: nn.Module) -> AbstractContextManager[Any]:
+        covered = self._offload.covers(part, self.layer_number - 1)
+        return offloading(module, self._offload.minimum_bytes) if covered else nullcontext()
+
     def _run_mlp(self, x: Tensor) -> Tensor:
-        return self.mlp(x) if self._checkpoint_mlp is None else self._checkpoint_mlp(self.mlp, x)
+        if self._checkpoint_mlp is not None:
+            return self._checkpoint_mlp(self.mlp, x)
+        with self._to_host("mlp", self.mlp):
+            return self.mlp(x)
 
     def _add(self, hidden: Tensor, norm: nn.Module | None, part: Callable[[Tensor], Tensor]) -> Tensor:
         """hidden + dropout(part(norm(hidden))); norm None: it is fused into the part."""

@@ -14,6 +14,7 @@ from typing import Any
 from megatron.models.deepseek import MLAConfig, MTPConfig
 from megatron.models.init import InitSpec
 from megatron.models.moe.config import MoEConfig
+from megatron.models.offload import OffloadConfig
 from megatron.models.recompute import RecomputeConfig, recompute_from_arguments
 from megatron.models.rotary import RotaryConfig, positive, rotary_from_arguments
 from megatron.models.variants import Variants
@@ -78,6 +79,7 @@ class ModelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     variants: Variants = field(default_factory=Variants)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
     mtp: MTPConfig | None = None
@@ -279,6 +281,7 @@ class ModelConfig:
             given["position_embedding_type"] = (
                 "rope" if given.get("position_embedding_type") == "rope" else "none"
             )
+        given["offload"] = OffloadConfig.from_arguments(arguments)
         given["variants"] = Variants.from_arguments(arguments, given["num_layers"])
         given["moe"] = MoEConfig.from_arguments(
             arguments, given["num_layers"], given.get("ffn_hidden_size", 4 * given["hidden_size"])

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.parallel.pipeline.executor import PipelineError
+from megatron.train.initialize import record_for_launcher
 
 USER_EXIT_CODE = 2
 BUG_EXIT_CODE = 1
@@ -77,6 +78,8 @@ def one_line_errors(rank: int = 0) -> Iterator[None]:
     except Exception as error:
         sys.stdout.flush()
         code, text = _report(error, rank)
+        if code != PEER_EXIT_CODE:
+            record_for_launcher(text)
         if _first_to_say(text, rank):
             print(text, file=sys.stderr, flush=True)
         # Not sys.exit: leaving the interpreter would wait in the destructors of communicators whose peers

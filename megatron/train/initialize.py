@@ -7,10 +7,13 @@ without torchrun (SLURM's variables of a job step), or alone.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import re
 import socket
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -215,6 +218,16 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for module in ("torch", "megatron.core", "transformer_engine", "google", "tensorboard"):
         warnings.filterwarnings("ignore", module=rf"{re.escape(module)}(\.|$)")
+
+
+def record_for_launcher(text: str) -> None:
+    """Leave the reason of this rank's end where torchrun looks for it: the summary that it prints last says it then."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def hostname() -> str:

@@ -21,6 +21,7 @@ FREE_MODEL_FIELDS = frozenset(
         "attention_dropout",
         "hidden_dropout",
         "recompute",
+        "offload",
         "cp_comm_type",
         "hierarchical_context_parallel_sizes",
         "init_method_std",

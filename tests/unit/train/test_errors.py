@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.train.errors import RunStopped, is_lost_peer, is_users
 from megatron.train.lr_schedule import ScheduleConfig
@@ -57,12 +60,22 @@ print("still here")
         ("1 / 0", 1, "ZeroDivisionError"),
     ],
 )
-def test_exit_status_and_message(action: str, code: int, words: str) -> None:
+def test_exit_status_and_message(action: str, code: int, words: str, tmp_path: Path) -> None:
     program = PROGRAM.format(rank=0, action=action)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    record = tmp_path / "error.json"
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(record)}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env
+    )
     assert result.returncode == code, result.stderr
     assert words in result.stderr
     assert ("Traceback" in result.stderr) == (code == 1)
     assert ("still here" in result.stdout) == (code == 0)
     if code == 2:
         assert len(result.stderr.strip().splitlines()) == 1
+    # What torchrun prints last is its summary: it ends with the reason where this rank has one.
+    assert record.exists() == (code in (1, 2))
+    if record.exists():
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(record))
+        summary = str(ChildFailedError("pretrain_gpt.py", {0: failure}))
+        assert words in summary and "To enable traceback" not in summary

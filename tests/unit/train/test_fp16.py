@@ -18,7 +18,7 @@ WHOLE = "--data-parallel-sharding-strategy no_shard"
 
 def outcomes(jobs: list[str]) -> list[list[Outcome]]:
     """By job, then by rank."""
-    by_rank = run_ranks(run_jobs, 2, [job.split() for job in jobs], timeout=240)
+    by_rank = run_ranks(run_jobs, 2, [job.split() for job in jobs], timeout=400)
     done = [[rank[index] for rank in by_rank] for index in range(len(jobs))]
     for job in done:
         assert not any(outcome.error for outcome in job), job[0].error

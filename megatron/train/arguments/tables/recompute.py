@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, works
 
-NO_OFFLOAD = "activations stay on the device; use --recompute-granularity"
+NO_OFFLOAD = "tunes copies to host memory: each tensor is copied as it is saved, and back in backward"
 
 TITLE = "Activation memory"
 
@@ -65,13 +65,42 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "tunes memory: saved activations stay on their rank; --sequence-parallel cuts them",
     ),
-    not_yet("--cpu-offloading-num-layers", int, 0, NO_OFFLOAD),
-    not_yet("--cpu-offloading-retain-pinned-cpu-buffers", Switch.ON, False, NO_OFFLOAD),
-    not_yet("--fine-grained-activation-offloading", Switch.ON, False, NO_OFFLOAD),
-    not_yet("--fine-grained-offloading-max-inflight-offloads", int, None, NO_OFFLOAD),
-    not_yet("--offload-modules", str, [], NO_OFFLOAD, nargs="+"),
-    not_yet("--activation-offload-fraction", float, 1.0, NO_OFFLOAD),
-    not_yet("--delay-offload-until-cuda-graph", Switch.ON, False, NO_OFFLOAD),
-    not_yet("--delta-offload-bytes-across-pp-ranks", int, 0, NO_OFFLOAD),
-    not_yet("--min-offloaded-tensor-size", int, 1048576, NO_OFFLOAD),
+    works(
+        "--cpu-offloading-num-layers",
+        int,
+        0,
+        "What the first layers keep for backward waits in host memory.",
+        "models/offload.py",
+        test="models/test_offload.py",
+    ),
+    no_op("--cpu-offloading-retain-pinned-cpu-buffers", Switch.ON, False, NO_OFFLOAD),
+    works(
+        "--fine-grained-activation-offloading",
+        Switch.ON,
+        False,
+        "The same for the halves of all layers that --offload-modules name.",
+        "models/offload.py",
+        test="models/test_offload.py",
+    ),
+    no_op("--fine-grained-offloading-max-inflight-offloads", int, None, NO_OFFLOAD),
+    works(
+        "--offload-modules",
+        str,
+        [],
+        "attn_norm, qkv_linear, core_attn, attn_proj: attention; mlp_norm, expert_fc1, moe_act: the MLP.",
+        "models/offload.py",
+        nargs="+",
+        test="models/test_offload.py",
+    ),
+    no_op("--activation-offload-fraction", float, 1.0, NO_OFFLOAD),
+    no_op("--delay-offload-until-cuda-graph", Switch.ON, False, NO_OFFLOAD),
+    no_op("--delta-offload-bytes-across-pp-ranks", int, 0, NO_OFFLOAD),
+    works(
+        "--min-offloaded-tensor-size",
+        int,
+        1048576,
+        "Bytes under which a tensor stays on the device.",
+        "models/offload.py",
+        test="models/test_offload.py",
+    ),
 )
