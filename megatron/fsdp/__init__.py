@@ -2,6 +2,7 @@
 
 from megatron.fsdp.api import fully_shard, register_fsdp_forward_method
 from megatron.fsdp.grouping import DataParallelPlacement
+from megatron.fsdp.meta import reset_parameters_by_unit
 from megatron.fsdp.module import FSDPModule, UnshardHandle
 from megatron.fsdp.optimizer import bind_optimizer
 from megatron.fsdp.precision import MixedPrecisionPolicy
@@ -24,4 +25,5 @@ __all__ = [
     "data_parallel_placement",
     "fully_shard",
     "register_fsdp_forward_method",
+    "reset_parameters_by_unit",
 ]

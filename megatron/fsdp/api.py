@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.fsdp.grouping import DataParallelPlacement, GroupBuilder, GroupingOptions
 from megatron.fsdp.hooks import UnitHooks, wrap_method
+from megatron.fsdp.meta import check_initialised
 from megatron.fsdp.module import HOOKS_ATTRIBUTE, FSDPModule, fsdp_class, units_below
 from megatron.fsdp.precision import GroupPrecision, MixedPrecisionPolicy
 from megatron.fsdp.root import (
@@ -22,6 +23,7 @@ from megatron.fsdp.root import (
     move_buffers,
     own_modules,
     reattach_state,
+    shard_state,
     unit_of,
 )
 from megatron.fsdp.schedule import Engine
@@ -48,7 +50,9 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered together.
         mesh: 1-D (shard) or 2-D (replicate, shard) mesh; default: all ranks.
-        reshard_after_forward: release parameters after forward; None: for all but the root.
+        reshard_after_forward: release parameters after forward; None: for all but the root; a number n: until backward
+            each run of n neighbouring ranks keeps the whole, an n-th on each, and backward gathers within it. n divides
+            the size of the shard mesh.
         shard_placement_fn: only `Shard(0)` can be; anything else is refused.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: CPU offloading is refused.
@@ -59,26 +63,42 @@ def fully_shard(
         ValueError: wrapped twice, a mesh of another shape, an argument that cannot be, naming it.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_arguments(modules, reshard_after_forward, shard_placement_fn, offload_policy)
+    _check_arguments(modules, shard_placement_fn, offload_policy)
+    modules = _outermost(modules)
     mesh = _default_mesh() if mesh is None else mesh
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard: mesh has {mesh.ndim} dims; use 1-D (shard) or 2-D (replicate, shard)")
+    _check_mesh(mesh, OuterStrategy.parse(outer_strategy))
+    reshard = _reshard_setting(reshard_after_forward, mesh.size(mesh.ndim - 1))
     builder = GroupBuilder(_grouping_options(mesh, mp_policy, strategy, outer_strategy))
     wrapped = [child for each in modules for child in each.modules() if unit_of(child) is not None]
     inside = [(name, child) for each in modules for name, child in own_modules(each, "", wrapped)]
     sources, borrowed = SourceCollector(ignored_params).collect(inside)
     unit = make_unit(type(modules[0]).__name__, tuple(modules), sources, builder)
     unit.borrowed = list(dict.fromkeys(managed.group for managed in borrowed))
-    unit.reshard_setting = reshard_after_forward  # None is settled when the root is known
-    unit.reshard_after_forward = reshard_after_forward is not False
+    unit.reshard_setting, unit.reshard_to = reshard
+    unit.reshard_after_forward = unit.reshard_setting is not False
     hooks = UnitHooks(unit, mp_policy, _ensure_engine)
     hooks.register()
     for each in modules:
-        move_buffers(each, builder.options.device)
+        move_buffers(each, builder.options.device, meta_allowed=True)
         each.__dict__[HOOKS_ATTRIBUTE] = hooks
         each.__class__ = fsdp_class(type(each))  # type: ignore[arg-type]
         each.register_state_dict_post_hook(_reattach_state)
+        each.register_load_state_dict_pre_hook(_shard_state)
     return module
+
+
+def _reshard_setting(setting: bool | int | None, num_shards: int) -> tuple[bool | None, int | None]:
+    """Return (whether forward releases, None if the root decides; number of ranks that keep a whole, None: all)."""
+    if setting is None or isinstance(setting, bool):
+        return setting, None
+    if not isinstance(setting, int) or setting < 1 or num_shards % setting:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={setting!r} does not divide the {num_shards} ranks of the shard mesh; "
+            f"use a divisor of that, True or False"
+        )
+    if setting == 1:
+        return False, None  # every rank keeps the whole
+    return True, None if setting == num_shards else setting
 
 
 def _reattach_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
@@ -88,15 +108,20 @@ def _reattach_state(module: nn.Module, state: dict[str, Any], prefix: str, _meta
     reattach_state(module, state, prefix, unit.used_groups)
 
 
+def _shard_state(module: nn.Module, state: dict[str, Any], prefix: str, *_unused: object) -> None:
+    """Take this rank's rows of whole tensors that are to be loaded."""
+    unit = unit_of(module)
+    assert unit is not None
+    shard_state(module, state, prefix, unit.used_groups)
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make method `method_name` of an FSDP module gather its parameters as forward does; no-op for others."""
     if isinstance(module, FSDPModule):
         wrap_method([module.__dict__[HOOKS_ATTRIBUTE]], module, method_name)
 
 
-def _check_arguments(
-    modules: list[nn.Module], reshard: bool | int | None, shard_placement_fn: object, offload_policy: object
-) -> None:
+def _check_arguments(modules: list[nn.Module], shard_placement_fn: object, offload_policy: object) -> None:
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
     for module in modules:
@@ -106,11 +131,6 @@ def _check_arguments(
             raise ValueError(
                 f"fully_shard: this {type(module).__name__} is wrapped already; wrap each module once"
             )
-    if isinstance(reshard, int) and not isinstance(reshard, bool):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward={reshard} (a smaller mesh after forward) is not supported; use True, "
-            f"False, or a 2-D mesh (HSDP)"
-        )
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise ValueError(
             f"fully_shard: offload_policy {offload_policy!r} is not supported; parameters stay on device"
@@ -122,6 +142,28 @@ def _check_arguments(
                 raise ValueError(
                     f"fully_shard: shard_placement_fn asks for {placement}; rows (Shard(0)) are all that can be cut"
                 )
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Without those that are inside another one of the list, each once."""
+    inside = {id(child) for module in modules for child in module.modules() if child is not module}
+    return list({id(module): module for module in modules if id(module) not in inside}.values())
+
+
+def _check_mesh(mesh: DeviceMesh, outer: OuterStrategy) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard: mesh has {mesh.ndim} dims; use 1-D (shard) or 2-D (replicate, shard)")
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; wrap the "
+            f"module with a mesh that contains the ranks that call fully_shard"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError("fully_shard: a 2-D mesh needs mesh_dim_names, for example ('replicate', 'shard')")
+    if mesh.ndim == 1 and outer is not OuterStrategy.NO_SHARD:
+        raise ValueError(
+            f"fully_shard: outer_strategy={outer.value!r} needs a 2-D mesh (replicate, shard); this one has one axis"
+        )
 
 
 def _default_mesh() -> DeviceMesh:
@@ -142,10 +184,7 @@ def _grouping_options(
     if mesh.ndim == 1:
         placement = DataParallelPlacement(mesh, None, float(mesh.size()))
     else:
-        if mesh.mesh_dim_names is None:
-            raise ValueError(
-                "fully_shard: a 2-D mesh needs mesh_dim_names, for example ('replicate', 'shard')"
-            )
+        assert mesh.mesh_dim_names is not None  # checked
         outer_name, inner_name = mesh.mesh_dim_names
         placement = DataParallelPlacement(mesh[inner_name], mesh[outer_name], float(mesh.size()))
 
@@ -174,6 +213,7 @@ def _ensure_engine(unit: Unit) -> Engine:
             raise RuntimeError(
                 "FSDP: a unit inside this module ran its forward as a root before; run the outermost module first"
             )
+        check_initialised(root, units)
         unit.engine = make_engine(root, units, prefetch=1, max_reductions=2)
         root.__dict__[HOOKS_ATTRIBUTE].is_root = True
         if unit.reshard_setting is None:

@@ -103,6 +103,16 @@ class GroupGradients:
         self.full_grad = None
         self.window_open = False
 
+    def merge_deferred(self) -> None:
+        """Add what was deferred to the closed window.
+
+        On the stream that owns both: the reduce stream would still read one when its memory is reused.
+        """
+        if self.deferred is not None:
+            assert self.full_grad is not None
+            self.full_grad = self.deferred.add_(self.full_grad).to(self.group.precision.wire)
+            self.deferred = None
+
     def take_wire(self) -> Tensor:
         """End the window; return the full-size buffer that goes on the wire."""
         buffer = self.full_grad
@@ -110,8 +120,6 @@ class GroupGradients:
         self.window_open = False
         if self.group.placements.gradients_sharded:
             self.full_grad = None
-            if self.deferred is not None:
-                buffer, self.deferred = self.deferred.add_(buffer), None
         return buffer.to(self.group.precision.wire)
 
     # --- delivery ---------------------------------------------------------------------------------------------

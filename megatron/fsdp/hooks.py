@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.main_grad import delays_wgrad
 from megatron.fsdp.param_group import ManagedParameter
@@ -43,17 +44,39 @@ class UnitHooks:
         self.is_root = is_root
         self._still_to_run: set[int] = set()
         self._invocations: list[Invocation] = []  # of forwards in progress
+        self._handles: dict[nn.Module, list[RemovableHandle]] = {}
 
     def register(self) -> None:
         """Register the hooks on the unit's modules and parameters."""
         for module in self.unit.modules:
-            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward)
+            self.attach(module)
         for managed in self.unit.parameters:
             managed.on_trainable = self.watch_gradient
             if managed.compute.requires_grad:
                 self.watch_gradient(managed)
         self._watch_delayed_wgrad()
+
+    def attach(self, module: nn.Module) -> None:
+        """Run the hooks around `module`'s forward; around its compiled one, so that they are in no graph."""
+        compiled = module._compiled_call_impl
+        if compiled is not None:
+            module._compiled_call_impl = functools.partial(self._call_compiled, module, compiled)  # type: ignore[assignment]
+            return
+        self._handles[module] = [
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.after_forward),
+        ]
+
+    def detach(self, module: nn.Module) -> None:
+        """Take the hooks off `module`'s forward (it is about to be compiled)."""
+        for handle in self._handles.pop(module, []):
+            handle.remove()
+
+    def _call_compiled(
+        self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        args, kwargs = self.before_forward(module, args, kwargs)
+        return self.after_forward(module, args, compiled(*args, **kwargs))
 
     def watch_gradient(self, managed: ManagedParameter) -> None:
         """Hook the accumulation of a compute parameter's gradient, once."""

@@ -7,6 +7,7 @@ takes custom functions for UNSHARD, RESHARD and REDUCE_GRAD instead.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -23,7 +24,39 @@ HOOKS_ATTRIBUTE = "_fsdp_hooks"
 @functools.cache
 def fsdp_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class that a wrapped instance of `cls` gets: `FSDPModule` first, then `cls`."""
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, member in vars(base).items():
+            if inspect.isfunction(member) and not name.startswith("_") and not hasattr(FSDPModule, name):
+                members.setdefault(name, _explained(name, member))
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+
+
+def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` of a wrapped module with an error that says so when it meets parameters that are not gathered."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            unit = unit_of(self)
+            gathered = unit is None or all(group.uses_compute for group in unit.used_groups)
+            if gathered or "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            how = (
+                "call the module itself, not its forward()"
+                if name == "forward"
+                else f"call it within forward, or after register_fsdp_forward_method(module, {name!r})"
+            )
+            raise RuntimeError(
+                f"FSDP: {name}() of unit {unit.name} ({type(self).__mro__[2].__name__}) used parameters that are not "
+                f"gathered: {how}"
+            ) from error
+
+    return run
 
 
 def units_below(modules: tuple[nn.Module, ...]) -> list[Unit]:
@@ -81,6 +114,7 @@ class FSDPModule:
         """Set whether parameters are released after forward."""
         _check_bool("reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
+            unit.reshard_to = None
             unit.reshard_setting = unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -161,6 +195,10 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, enable: bool) -> None:
         """Nothing to do: unused parameters always contribute zeros."""
 
+    def set_order_check(self, interval: int) -> None:
+        """Ours: compare the order of launches between ranks every `interval` backwards; 0: never. Of the root."""
+        _engine_of(self._units(False)[0]).check_order_every(interval)
+
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int) -> None:
         """Set the number of reductions in flight."""
         _engine_of(self._units(False)[0]).reducer.max_reductions = max_input_buffers
@@ -178,6 +216,23 @@ class FSDPModule:
         _refuse("set_symm_mem_for_comm", "symmetric memory is not built yet")
 
     # --- nn.Module ------------------------------------------------------------------------------------------
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward in place, FSDP's hooks outside of the graph."""
+        hooks = self.__dict__[HOOKS_ATTRIBUTE]
+        if self.__dict__.get("_compiled_call_impl") is not None:
+            raise RuntimeError("FSDP: the module is compiled already")
+        hooks.detach(self)
+        super().compile(*args, **kwargs)  # type: ignore[misc]
+        hooks.attach(self)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """Take the (real) parameters as they are for ready to be initialised; make meta buffers real and empty."""
+        super().to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.unset = False
+        return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Apply `fn` (of `to`, `to_empty`, `cuda`...) to buffers and unmanaged parameters only.

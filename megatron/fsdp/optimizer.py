@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.fsdp.param_group import ManagedParameter
+from megatron.fsdp.sharded_parameter import attach
 
 
 def managed_of(parameter: Any) -> ManagedParameter | None:
@@ -67,6 +69,18 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object
             managed = managed_of(parameter)
             if managed is not None:
                 managed.group.mark_stale()
+                _describe_state(optimizer.state.get(parameter, {}), managed)
+
+
+def _describe_state(state: dict[str, Any], managed: ManagedParameter) -> None:
+    """Give new state tensors the parameter's methods: torch's state-dict functions ask them for the whole tensor."""
+    for value in state.values():
+        if (
+            isinstance(value, DTensor)
+            and not hasattr(value, "shard_info")
+            and value.shape == managed.info.shape
+        ):
+            attach(value, managed.info)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ Note [Buffers]
 - `compute`: flat, full size, compute dtype. Its storage is released between uses where the strategy shards
   parameters, else persistent. The compute parameters are views of it. Storage is released by resizing it, never
   replaced, because autograd saves views of weights (`weight.t()`) that must see the data of the next gather.
+- `kept`: between forward and backward, with `reshard_after_forward=<int>`: this rank's part of `compute` among that
+  many ranks, from which the next gather fills the whole over the smaller group.
 - `main`: flat, main dtype, this rank's shard (or the whole where the optimizer is replicated). A view of `compute`
   where the dtypes agree and `compute` is persistent.
 - Gradient buffers: see gradients.py.
@@ -21,19 +23,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from megatron.fsdp.collectives import MeshCommunicators, Pending
+from megatron.fsdp.collectives import Communicator, MeshCommunicators, Pending
 from megatron.fsdp.gradients import GroupGradients
 from megatron.fsdp.layout import GroupLayout
 from megatron.fsdp.main_grad import MainGrad
 from megatron.fsdp.precision import GroupPrecision
-from megatron.fsdp.sharded_parameter import Location, ShardInfo, attach, make_parameter
+from megatron.fsdp.sharded_parameter import Location, ShardInfo, attach, make_dtensor, make_parameter
 from megatron.fsdp.strategy import Placements
+
+if TYPE_CHECKING:
+    from megatron.fsdp.buffers import Slot
 
 Initialize = Callable[[str, nn.Parameter, slice, Tensor], None]
 
@@ -121,8 +127,11 @@ class ParamGroup:
         self.gathered = False
         self.holders: set[int] = set()  # ids of the units that need the compute parameters now
         self.gather_pending: Pending | None = None
+        self.kept: tuple[Tensor, Communicator] | None = None
+        self.slot: Slot | None = None  # where the gathered parameters live if not in a storage of their own
         self.outer_pending: Pending | None = None
         self.stale = True
+        self.unset = any(source.parameter.is_meta for source in sources)  # nobody has given values yet
         self._versions = 0
         self._using_compute = False
         self.parameters = [ManagedParameter(source, self, i) for i, source in enumerate(sources)]
@@ -176,12 +185,11 @@ class ParamGroup:
     ) -> ShardInfo:
         location = source.location or Location.whole(source.name, shape)
         if not self.placements.optimizer_sharded:
-            return ShardInfo(source.name, shape, (), 0, (), location)
-        ranges = tuple(self.layout.rows(managed.index, shard) for shard in range(self.layout.num_shards))
+            return ShardInfo(source.name, shape, None, 0, 0, (), location)
         groups = [(self.comms.gather.group, self.comms.gather.size)]
         if self.placements.outer_sharded:
             groups.insert(0, (self.comms.outer_gather.group, self.comms.outer_gather.size))
-        return ShardInfo(source.name, shape, ranges, self.shard, tuple(groups), location)
+        return ShardInfo(source.name, shape, self.layout, managed.index, self.shard, tuple(groups), location)
 
     def dtensor_placements(self, managed: ManagedParameter) -> tuple[Placement, ...]:
         one: Placement = Shard(0) if managed.info.groups else Replicate()
@@ -192,9 +200,20 @@ class ParamGroup:
             return
         with torch.no_grad():
             data = original.detach()
-            self.main_rows(self.main, managed).copy_(data[self._row_slice(managed)] if data.ndim else data)
+            self.set_rows(managed, data)
             if not self.placements.parameters_released:
                 managed.compute.copy_(data)
+
+    def set_rows(self, managed: ManagedParameter, whole: Tensor) -> None:
+        """Take this rank's rows of a parameter's whole value; `mark_stale` is the caller's."""
+        self.main_rows(self.main, managed).copy_(whole[self._row_slice(managed)] if whole.ndim else whole)
+
+    def sharded_copy(self, managed: ManagedParameter, whole: Tensor) -> Tensor:
+        """Return a DTensor with the parameter's layout of this rank's rows of `whole`."""
+        rows = whole.detach()[self._row_slice(managed)] if whole.ndim else whole.detach()
+        return make_dtensor(
+            rows.to(self.spec.device), managed.info, self.spec.mesh, self.dtensor_placements(managed)
+        )
 
     def _row_slice(self, managed: ManagedParameter) -> slice:
         if not managed.info.groups:
@@ -259,11 +278,17 @@ class ParamGroup:
                 managed.install(managed.sharded)
             self._using_compute = False
 
+    @property
+    def uses_compute(self) -> bool:
+        """Whether the modules have the compute parameters now."""
+        return self._using_compute
+
     # --- parameters: gather and release ------------------------------------------------------------
 
     def mark_stale(self) -> None:
         """Say that the main parameters changed (load, broadcast, optimizer step)."""
         self.stale = True
+        self.unset = False
 
     def is_stale(self) -> bool:
         """Whether the compute parameters are older than the main ones (Note [Gather is due])."""
@@ -284,12 +309,21 @@ class ParamGroup:
         self.comms.outer_gather.slot(self.inner).copy_(self.main)
         self.outer_pending = self.comms.outer_gather.all_gather([self.inner])
 
-    def prepare_gather(self) -> Tensor | None:
-        """Fill this rank's part of `compute`; return the buffer that is to be gathered, None if that was all."""
+    def prepare_gather(self) -> Communicator | None:
+        """Fill this rank's part of `compute`; return the ranks to gather it from, None if that was all."""
+        comm = self.comms.gather
         if self.placements.parameters_released:
-            self.compute.untyped_storage().resize_(self.layout.numel * self.precision.compute.itemsize)
-            own = self.comms.gather.slot(self.compute)
-            if self.inner is not None:
+            if self.slot is None:
+                self.compute.untyped_storage().resize_(self.compute_bytes)
+            else:
+                self.slot.holder = self
+            own = comm.slot(self.compute)
+            if self.is_stale():
+                self.kept = None
+            if self.kept is not None:
+                part, comm = self.kept
+                comm.slot(self.compute).copy_(part)
+            elif self.inner is not None:
                 self.launch_outer_gather()
                 if self.outer_pending is not None:
                     self.outer_pending.wait()
@@ -302,7 +336,15 @@ class ParamGroup:
         self.stale = False
         self._versions = self._count_versions()
         self.gathered = True
-        return self.compute if self.placements.optimizer_sharded and self.comms.gather.size > 1 else None
+        return comm if self.placements.optimizer_sharded and comm.size > 1 else None
+
+    def keep_part(self, size: int | None) -> None:
+        """Before a release: keep this rank's part among `size` neighbouring ranks, None: nothing."""
+        if size is None or not self.placements.parameters_released:
+            self.kept = None
+        elif self.gathered and self.kept is None:
+            comm = self.comms.within(size)
+            self.kept = comm.slot(self.compute).clone(), comm
 
     def release(self) -> None:
         """Put the sharded parameters back and release the storage of the compute ones, if the strategy does."""
@@ -312,8 +354,32 @@ class ParamGroup:
             self._release_storage()
 
     def _release_storage(self) -> None:
-        self.compute.untyped_storage().resize_(0)
+        if self.slot is None:
+            self.compute.untyped_storage().resize_(0)
+        elif self.slot.holder is self:
+            self.slot.holder = None
         self.gathered = False
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of the gathered parameters, padding included."""
+        return self.layout.numel * self.precision.compute.itemsize
+
+    def has_room(self) -> bool:
+        """Whether a gather finds its memory now."""
+        return self.slot is None or self.slot.has_room(self)
+
+    def move_compute(self, slot: Slot) -> None:
+        """Let the compute parameters live in `slot` from now on; they are not gathered."""
+        assert not self.gathered and self.placements.parameters_released
+        numel = self.layout.numel
+        with torch.no_grad():
+            self.compute = torch.empty(0, dtype=self.precision.compute, device=self.spec.device)
+            self.compute.set_(slot.storage, 0, (numel,), (1,))
+            for managed in self.parameters:
+                view = self._view(self.compute, managed.index)
+                managed.compute.set_(slot.storage, view.storage_offset(), view.shape, view.stride())
+        self.slot = slot
 
     def _count_versions(self) -> int:
         return sum(managed.sharded._version for managed in self.parameters)

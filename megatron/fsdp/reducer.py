@@ -40,6 +40,7 @@ class Reducer:
                 if temporary and not now:
                     group.gradients.defer()
                 if now if temporary else last:
+                    group.gradients.merge_deferred()
                     key = group.comms.reduce, group.placements.optimizer_sharded
                     by_comm.setdefault(key, []).append(group)
             if not by_comm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.collectives import Communicator
+from megatron.fsdp.collectives import Communicator, all_equal
 from megatron.fsdp.grouping import GroupBuilder
 from megatron.fsdp.optimizer import managed_of, watch_optimizers
 from megatron.fsdp.param_group import ManagedParameter, ParameterSource, ParamGroup
@@ -92,11 +92,13 @@ def make_unit(
     return unit
 
 
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move buffers that are not on `device`; ValueError for buffers on meta, which nobody has filled."""
+def move_buffers(module: nn.Module, device: torch.device, meta_allowed: bool = False) -> None:
+    """Move buffers that are not on `device`; ValueError for buffers on meta unless somebody will fill them later."""
     for name, child in module.named_modules():
         for key, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
+                if meta_allowed:
+                    continue
                 raise ValueError(
                     f"buffer {name}.{key} is on the meta device and FSDP cannot fill it; compute it lazily in forward, "
                     f"or build the module's buffers on a real device"
@@ -114,6 +116,33 @@ def reattach_state(
         managed = managed_of(parameter)
         if managed is not None and id(managed) in mine and isinstance(state.get(prefix + name), DTensor):
             attach(state[prefix + name], managed.info)
+
+
+def shard_state(
+    module: nn.Module, state: MutableMapping[str, Any], prefix: str, groups: Sequence[ParamGroup]
+) -> None:
+    """Before a load: replace whole tensors, and DTensors cut in even chunks (gathered first), by this rank's rows."""
+    mine = {id(managed) for group in groups for managed in group.parameters}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        managed, value = managed_of(parameter), state.get(prefix + name)
+        if managed is None or id(managed) not in mine or not isinstance(value, torch.Tensor):
+            continue
+        if hasattr(value, "shard_info") or tuple(value.shape) != managed.info.shape:
+            continue  # ours, or an error that load_state_dict() reports
+        if isinstance(value, DTensor) and _is_cut_alike(value, managed):
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        state[prefix + name] = managed.group.sharded_copy(managed, whole)
+
+
+def _is_cut_alike(value: DTensor, managed: ManagedParameter) -> bool:
+    """Whether `value` is cut as the parameter on all ranks (a DTensor does not say where it was cut)."""
+    alike = value._local_tensor.shape == managed.sharded._local_tensor.shape  # type: ignore[attr-defined]
+    flag = torch.tensor(int(alike), device=managed.group.spec.device)
+    for group, size in managed.info.groups:
+        if size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag)
 
 
 def check_ties(root: nn.Module, units: Sequence[Unit]) -> None:
@@ -157,9 +186,7 @@ def check_same_on_all_ranks(units: Sequence[Unit]) -> None:
             for managed in group.parameters
         )
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        pair = torch.tensor([digest, -digest], dtype=torch.int64, device=groups[0].spec.device)
-        dist.all_reduce(pair, dist.ReduceOp.MAX, group=comm.group)
-        if int(pair[0]) != -int(pair[1]):
+        if not all_equal(digest, comm, groups[0].spec.device):
             raise RuntimeError(
                 f"FSDP: the ranks of one data-parallel group wrapped different modules or in another order (here "
                 f"{sum(len(g.parameters) for g in groups)} parameters, the first {groups[0].parameters[0].name}). "

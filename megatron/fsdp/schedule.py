@@ -24,11 +24,11 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
 from torch.profiler import record_function
 
 from megatron.fsdp.collectives import Communicator, all_equal
+from megatron.fsdp.order import OrderCheck
 from megatron.fsdp.param_group import ManagedParameter, ParamGroup
 from megatron.fsdp.reducer import Reducer
 from megatron.fsdp.streams import Streams, make_streams
@@ -64,6 +64,7 @@ class Engine:
         self._in_pass = False
         self._pass_id = 0
         self._graph_task = -1
+        self._order_check: OrderCheck | None = None
         self._held_back = False  # a pass ended that was not the step's last
         for unit in self.units:
             unit.engine = self
@@ -124,7 +125,7 @@ class Engine:
             return
         unit.phase = Phase.IDLE
         if unit.reshard_after_forward and not (with_graph and not in_backward and self._is_last(unit)):
-            self.release(unit)
+            self.release(unit, keep=unit.reshard_to)
         else:
             self._let_go(unit)
 
@@ -143,24 +144,27 @@ class Engine:
 
     def launch_gather(self, unit: Unit, groups: Sequence[ParamGroup]) -> None:
         """Start the gathers of `groups` that are due, one launch per communicator."""
-        due = [group for group in groups if group.gather_due()]
+        due = [group for group in groups if group.gather_due() and group.has_room()]
         if not due:
             return
         with record_function(f"fsdp.unshard {unit.name}"), torch.no_grad(), self.streams.gather():
             self.streams.log.add("gather", unit.name)
-            by_comm: dict[Communicator, list[tuple[ParamGroup, Tensor]]] = {}
+            by_comm: dict[Communicator, list[ParamGroup]] = {}
             for group in due:
-                buffer = group.prepare_gather()
-                if buffer is not None:
-                    by_comm.setdefault(group.comms.gather, []).append((group, buffer))
+                comm = group.prepare_gather()
+                if comm is not None:
+                    by_comm.setdefault(comm, []).append(group)
             for comm, members in by_comm.items():
-                pending = comm.all_gather([buffer for _, buffer in members])
-                for group, _ in members:
+                pending = comm.all_gather([group.compute for group in members])
+                for group in members:
                     group.gather_pending = pending
 
     def acquire(self, unit: Unit) -> None:
         """Make the compute parameters of `unit` usable and put them on the modules."""
         groups = unit.used_groups
+        evicted = [group.slot.make_room(group) for group in groups if group.slot is not None]
+        if any(evicted):
+            self.streams.before_release()
         self.launch_gather(unit, groups)
         for group in groups:
             group.holders.add(unit.id)
@@ -171,10 +175,16 @@ class Engine:
             group.use_compute()
         self.streams.wait_gather()
 
-    def release(self, unit: Unit, force: bool = False) -> None:
-        """Let go of the unit's compute parameters; groups that another unit holds stay."""
+    def release(self, unit: Unit, force: bool = False, keep: int | None = None) -> None:
+        """Let go of the unit's compute parameters; groups that another unit holds stay.
+
+        Args:
+            unit: is idle from now on.
+            force: whoever else holds its groups.
+            keep: number of ranks among which the parameters stay until backward (`reshard_after_forward=<int>`).
+        """
         unit.phase = Phase.IDLE
-        released = False
+        idle = []
         for group in unit.used_groups:
             group.holders.discard(unit.id)
             if force:
@@ -184,9 +194,11 @@ class Engine:
             if group.gather_pending is not None:
                 group.gather_pending.wait()
                 group.gather_pending = None
-            if not released:
-                self.streams.before_release()
-                released = True
+            group.keep_part(keep)
+            idle.append(group)
+        if idle:
+            self.streams.before_release()
+        for group in idle:
             group.release()
         self.streams.log.add("release", unit.name)
 
@@ -303,13 +315,14 @@ class Engine:
             self._end_reductions()
 
     def _abandon_pass(self) -> None:
+        """A backward ended with an exception: what it left, and the gradients of its step, count no more."""
         self._in_pass = False
         self._queue = []
+        self.reducer.finish()
         for unit in self.units:
+            unit.in_backward.clear()
             for group in unit.groups:
-                if group.placements.gradients_sharded:
-                    group.gradients.full_grad = None
-                group.gradients.window_open = False
+                group.gradients.discard()
 
     # --- reductions -------------------------------------------------------------------------------------------
 
@@ -327,6 +340,13 @@ class Engine:
         self.reducer.finish()
         if not self._order_agreed and self.forward_order:
             self._agree_on_order()
+        if self._order_check is not None:
+            self._order_check.end_step()
+
+    def check_order_every(self, steps: int) -> None:
+        """Compare the order of launches between ranks every `steps` steps; 0: never."""
+        self._order_check = OrderCheck(self.units, steps, self.device) if steps else None
+        self.streams.log.watch = self._order_check.launched if self._order_check else None
 
     def reduce_all(self) -> None:
         """Reduce what was accumulated and not yet reduced (passes that were not the step's last)."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron.fsdp.collectives import all_gather_single
-from megatron.fsdp.layout import RowRange
+from megatron.fsdp.layout import GroupLayout, RowRange
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class ShardInfo:
     Attributes:
         name: of the parameter, for messages.
         shape: of the parameter before FSDP cuts it.
-        ranges: rows of every shard, in shard order.
+        layout: of the parameter's group, from which anybody's rows follow; None: not sharded.
+        index: of the parameter in the layout.
         shard: this rank's shard number.
         groups: (process group or None, size) from the innermost gather to the outermost; empty: not sharded.
         location: place of the parameter in the model.
@@ -84,15 +85,22 @@ class ShardInfo:
 
     name: str
     shape: tuple[int, ...]
-    ranges: tuple[RowRange, ...]
+    layout: GroupLayout | None
+    index: int
     shard: int
     groups: tuple[tuple[dist.ProcessGroup | None, int], ...]
     location: Location
 
-    @property
+    @functools.cached_property
     def rows(self) -> RowRange:
         """This rank's rows."""
-        return self.ranges[self.shard]
+        assert self.layout is not None
+        return self.layout.rows(self.index, self.shard)
+
+    def all_rows(self) -> list[RowRange]:
+        """The rows of every shard, in shard order (work that grows with the world)."""
+        assert self.layout is not None
+        return [self.layout.rows(self.index, shard) for shard in range(self.layout.num_shards)]
 
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's part."""
@@ -145,7 +153,8 @@ def gather_full(local: Tensor, info: ShardInfo) -> Tensor:
     """Return the whole (data-parallel) tensor of which `local` is this rank's part; collective over its groups."""
     if not info.groups:
         return local.clone()
-    most = max(rows.num_rows for rows in info.ranges)
+    all_rows = info.all_rows()
+    most = max(rows.num_rows for rows in all_rows)
     padded = local.new_zeros((most, *info.shape[1:]))
     padded[: info.rows.num_rows] = local
     parts = padded.unsqueeze(0)
@@ -155,7 +164,7 @@ def gather_full(local: Tensor, info: ShardInfo) -> Tensor:
             all_gather_single(gathered, parts.contiguous(), group=group)
             parts = gathered
     full = local.new_empty(info.shape)
-    for part, rows in zip(parts, info.ranges, strict=True):
+    for part, rows in zip(parts, all_rows, strict=True):
         full[rows.start : rows.stop] = part[: rows.num_rows]
     return full
 

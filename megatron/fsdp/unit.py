@@ -52,6 +52,7 @@ class Unit:
         self.engine: Engine | None = None
         self.phase = Phase.IDLE
         self.reshard_after_forward = True
+        self.reshard_to: int | None = None  # ranks among which parameters stay after forward; None: released
         self.reshard_setting: bool | int | None = True  # as the user gave it; None: all but the root
         self.requires_sync = True  # reduce gradients in backward
         self.requires_all_reduce = True  # and over the outer axis

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.buffers import make_pool
 from megatron.fsdp.grouping import DataParallelPlacement, GroupBuilder, GroupingOptions, Locate, PlacementFor
 from megatron.fsdp.hooks import UnitHooks
 from megatron.fsdp.param_group import Initialize, ParameterSource, ParamGroup
@@ -23,6 +24,7 @@ from megatron.fsdp.root import (
     move_buffers,
     own_modules,
     reattach_state,
+    shard_state,
     unit_of,
 )
 from megatron.fsdp.schedule import Engine
@@ -48,6 +50,8 @@ class FSDPConfig:
             strategy shards gradients.
         prefetch: units gathered ahead.
         max_reductions: reductions in flight.
+        buffer_pool: number of sets of buffers that gathered units take turns on; 0: allocate and free (buffers.py).
+        order_check_interval: steps after which the order of launches is compared between ranks; 0: never (order.py).
         tensor_atomic: never cut a parameter (for optimizers that need whole matrices, such as Muon).
     """
 
@@ -61,6 +65,8 @@ class FSDPConfig:
     defer_communication: bool = False
     prefetch: int = 1
     max_reductions: int = 2
+    buffer_pool: int = 0
+    order_check_interval: int = 0
     tensor_atomic: bool = False
 
     def precision_of(self, _name: str, parameter: nn.Parameter) -> GroupPrecision:
@@ -117,6 +123,9 @@ class FullyShardedDataParallel(nn.Module):
         move_buffers(module, device)
         self.engine: Engine = make_engine(module, units, config.prefetch, config.max_reductions)
         self.engine.wait_at_end_of_backward = False
+        if config.buffer_pool:
+            make_pool(units, config.buffer_pool)
+        self.engine.check_order_every(config.order_check_interval)
         self._register_hooks(units)
 
     def _make_units(
@@ -260,24 +269,11 @@ class FullyShardedDataParallel(nn.Module):
         if assign:
             raise ValueError("load_state_dict(assign=True) would replace FSDP's parameters; use assign=False")
         plain = dict(state_dict)
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                value = plain.get(name)
-                if isinstance(value, torch.Tensor) and not hasattr(value, "_local_tensor"):
-                    _load_rows(name, parameter, value)
-                    plain[name] = parameter.detach()
+        shard_state(self.module, plain, "", self.groups)
         result = self.module.load_state_dict(plain, strict)
         for group in self.groups:
             group.mark_stale()
         return result
-
-
-def _load_rows(name: str, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    info = parameter.shard_info  # type: ignore[attr-defined]
-    if tuple(value.shape) != info.shape:
-        raise ValueError(f"{name}: the state has shape {tuple(value.shape)}, the model {info.shape}")
-    rows = value[info.rows.start : info.rows.stop] if info.groups else value
-    parameter._local_tensor.copy_(rows)  # type: ignore[attr-defined]
 
 
 def _split_shared(

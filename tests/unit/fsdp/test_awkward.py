@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -370,12 +371,29 @@ def run_all(rank: int, world_size: int, cases: list[type[nn.Module]], strategies
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_awkward_module(case: Callable, world_size: int) -> None:
-    """Weights after three steps of two microbatches equal one process; nothing stays gathered but the root."""
+OTHERS = ("no_shard", "optim", "optim_grads")
+
+
+def grid() -> list:
+    """Every case under ZeRO-3 and another strategy in turn on 3 ranks; with --full under all, on 2 and 3."""
+    cells: list = [
+        pytest.param(case, 3, ["optim_grads_params", OTHERS[index % 3]], id=case.__name__)
+        for index, case in enumerate(CASES)
+    ]
+    for case, world_size in itertools.product(CASES, (2, 3)):
+        name = f"{case.__name__}-{world_size}-all"
+        strategies = [strategy.value for strategy in ShardingStrategy]
+        cells.append(pytest.param(case, world_size, strategies, marks=pytest.mark.full, id=name))
+    return cells
+
+
+@pytest.mark.parametrize("case, world_size, strategies", grid())
+def test_awkward_module(case: Callable, world_size: int, strategies: list[str]) -> None:
+    """Weights after three steps of two microbatches equal one process; nothing stays gathered but the root (G11, G15).
+
+    Between the two there is a forward without gradients.
+    """
     truth = truth_of(case, world_size)
-    strategies = [strategy.value for strategy in ShardingStrategy]
     for results in run_ranks(run_all, world_size, [case], strategies, timeout=60):
         for (_, strategy), (weights, gathered) in results.items():
             for name, weight in truth.items():
@@ -384,8 +402,15 @@ def test_awkward_module(case: Callable, world_size: int) -> None:
             assert not gathered, f"{strategy}: still gathered: {gathered}"
 
 
-def passes(rank: int, world_size: int, case: type[nn.Module]):
-    """Number of reductions of each unit in one backward."""
+ONCE = [Plain, CalledTwice, ReentrantTwice, ChunkRecompute, SharedContext]
+
+
+def passes(rank: int, world_size: int):
+    """Number of reductions of each unit in one backward, by case."""
+    return [reductions_of(rank, case) for case in ONCE]
+
+
+def reductions_of(rank: int, case: type[nn.Module]) -> list[str]:
     model = make(case)
     shard(case, model, "optim_grads_params")
     model(data(0, 0, rank).requires_grad_())
@@ -396,9 +421,9 @@ def passes(rank: int, world_size: int, case: type[nn.Module]):
     return [name for event, name in engine.streams.log.events if event == "reduce"]
 
 
-@pytest.mark.parametrize("case", [Plain, CalledTwice, ReentrantTwice, ChunkRecompute, SharedContext])
-def test_reduced_exactly_once(case: type[nn.Module]) -> None:
+def test_reduced_exactly_once() -> None:
     """Each unit is reduced once per microbatch, however often it is used (G24)."""
-    for names in run_ranks(passes, 2, case):
-        assert len(names) == len(set(names)), names
-        assert {"layers.0", "layers.1", "layers.2"} <= set(names)
+    for by_case in run_ranks(passes, 2):
+        for case, names in zip(ONCE, by_case, strict=True):
+            assert len(names) == len(set(names)), f"{case.__name__}: {names}"
+            assert {"layers.0", "layers.1", "layers.2"} <= set(names)

@@ -29,7 +29,11 @@ def train_steps(model, optim, rank, steps, microbatches=1):
         optim.step()
 
 
-def traffic(rank, world_size, strategy, microbatches):
+def traffic(rank, world_size, microbatches):
+    return [traffic_of(rank, world_size, strategy, microbatches) for strategy in STRATEGIES]
+
+
+def traffic_of(rank, world_size, strategy, microbatches):
     """Bytes and calls of one steady step, and the full bytes of (Z3 units in forward, in backward, all)."""
     model = wrap(build("fused", False), world_size, strategy=ShardingStrategy(strategy))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -50,12 +54,16 @@ def traffic(rank, world_size, strategy, microbatches):
     return counted, sizes, groups
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size, microbatches", [(2, 1), (3, 2)])
-def test_bytes_and_calls_are_minimal(strategy, world_size, microbatches):
+def test_bytes_and_calls_are_minimal(world_size, microbatches):
     """What the strategy must move, once (G24): no unit is gathered or reduced a second time for the same use."""
     share = (world_size - 1) / world_size
-    for counted, sizes, groups in run_ranks(traffic, world_size, strategy, microbatches):
+    results = [
+        (strategy, *result)
+        for by_strategy in run_ranks(traffic, world_size, microbatches)
+        for strategy, result in zip(STRATEGIES, by_strategy, strict=True)
+    ]
+    for strategy, counted, sizes, groups in results:
         blocks = {name for name in sizes if name.startswith("blocks.")}
         last_block = max(blocks)
         all_bytes, all_groups = sum(sizes.values()), sum(groups.values())
@@ -97,7 +105,11 @@ def storages(model: nn.Module, optim: torch.optim.Optimizer) -> int:
     return sum(seen.values())
 
 
-def persistent(rank, world_size, strategy, compute):
+def persistent(rank, world_size, cells):
+    return [persistent_of(world_size, *cell) for cell in cells]
+
+
+def persistent_of(world_size, strategy, compute):
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(16, 32) for _ in range(3))).to(getattr(torch, compute))
     options = {"main_params_dtype": torch.float32, "main_grads_dtype": torch.float32}
@@ -114,10 +126,8 @@ def persistent(rank, world_size, strategy, compute):
     return storages(model, optim), padded, local
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_persistent_bytes_equal_the_formula(strategy, compute, world_size):
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_persistent_bytes_equal_the_formula(world_size):
     """Bytes per parameter with AdamW, to the byte, the layout's padding counted in (fsdp.md's table)."""
     n = world_size
     table = {  # without AdamW's 8 bytes per element that the optimizer holds
@@ -130,8 +140,9 @@ def test_persistent_bytes_equal_the_formula(strategy, compute, world_size):
         ("optim_grads_params", "float32"): 8 / n,
         ("optim_grads_params", "bfloat16"): 8 / n,
     }
-    for found, padded, local in run_ranks(persistent, world_size, strategy, compute):
-        assert found == table[strategy, compute] * padded + 8 * local
+    for results in run_ranks(persistent, world_size, list(table)):
+        for cell, (found, padded, local) in zip(table, results, strict=True):
+            assert found == table[cell] * padded + 8 * local, cell
 
 
 def launches(rank, world_size):
@@ -212,8 +223,12 @@ def test_unit_of_is_none_for_plain_modules():
     assert unit_of(nn.Linear(2, 2)) is None
 
 
-def wrap_and_drop(rank, world_size, strategy):
-    """Whether anything of a model that trained a step is still alive after it was dropped."""
+def wrap_and_drop(rank, world_size):
+    return [alive_after_drop(rank, world_size, strategy) for strategy in STRATEGIES]
+
+
+def alive_after_drop(rank, world_size, strategy):
+    """What of a model that trained a step is still alive after it was dropped."""
     model = wrap(build("fused", True), world_size, strategy=ShardingStrategy(strategy))
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
     train_steps(model, optim, rank, 1)
@@ -233,7 +248,6 @@ def wrap_and_drop(rank, world_size, strategy):
     return [type(item()).__name__ for item in alive if item() is not None]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_dropped_model_is_freed(strategy):
+def test_a_dropped_model_is_freed():
     """Nothing keeps a wrapped model, its buffers and its communicators once the user let go of them (K15)."""
-    assert run_ranks(wrap_and_drop, 2, strategy) == [[], []]
+    assert run_ranks(wrap_and_drop, 2) == [[[]] * len(STRATEGIES)] * 2

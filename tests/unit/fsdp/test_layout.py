@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +113,9 @@ MOE_LAYER = {
 }
 
 
+TABLE = (Path(__file__).parents[3] / "docs/concepts/fsdp.md").read_text().splitlines()
+
+
 @pytest.mark.parametrize("layer", [DENSE_LAYER, MOE_LAYER], ids=["dense", "moe"])
 @pytest.mark.parametrize("num_shards, bound", [(8, 0.01), (64, 0.01), (256, 0.01), (1024, 0.025)])
 def test_padding_of_deepseek_v3(layer, num_shards, bound):
@@ -120,5 +124,7 @@ def test_padding_of_deepseek_v3(layer, num_shards, bound):
     layouts = [layout for _, layout in groups_of(shapes, num_shards, 2)]
     padding = sum(layout.padding_numel for layout in layouts)
     total = sum(math.prod(shape) for shape in shapes)
-    print(f"{num_shards} shards: padding {padding / total:.3%}")
     assert padding / total < bound
+    row = next(line for line in TABLE if line.startswith("| dense" if layer is DENSE_LAYER else "| MoE"))
+    printed = dict(zip((8, 64, 256, 1024), row.split("|")[2:6], strict=True))
+    assert float(printed[num_shards]) == pytest.approx(100 * padding / total, abs=5e-4), "the table in docs"

@@ -86,16 +86,25 @@ def run_cases(rank, world_size, chosen, microbatches):
     return [train(rank, world_size, case, microbatches, 3, "sgd") for case in chosen]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_equals_one_rank(world_size, microbatches):
+@pytest.mark.parametrize(
+    "world_size, microbatches, part",
+    [
+        (1, 3, "half"),
+        (2, 1, "half"),
+        (3, 3, "half"),
+        *(pytest.param(w, m, "all", marks=pytest.mark.full) for w in (1, 2, 3) for m in (1, 3)),
+    ],
+)
+def test_equals_one_rank(world_size, microbatches, part):
     """Every strategy, fused or not, tied or not, equals single-process autograd (G01, G02, G03, G10, G19)."""
     chosen = list(cases())
+    if part == "half":  # every strategy fused and not, tied and not
+        chosen = [case for i, case in enumerate(chosen) if (i // 4 + i) % 2 == world_size % 2]
     truths = {
         (kind, tied): oracle(
             functools.partial(build, kind, tied), world_size, microbatches, 3, OPTIMIZERS["sgd"]
         )
-        for kind, tied in itertools.product(LINEARS, (False, True))
+        for kind, tied in {case[:2] for case in chosen}
     }
     for traces in run_ranks(run_cases, world_size, chosen, microbatches, timeout=120):
         for case, trace in zip(chosen, traces, strict=True):
