@@ -5,8 +5,9 @@ By default a group's gathered storage is allocated for a use and freed after it.
 units that are released between uses take turns on k sets of buffers that are allocated once: unit number i (in
 registration order) always uses set i mod k, so that what autograd saved of a weight sees the data of its next gather. A
 set has a buffer for each of a unit's groups, as large as the largest of the units that share it, whatever their shapes.
-A gather ahead into a set that is in use is left to the use itself. Units that contain others, stay gathered, or
-are shared by several allocate and free.
+A gather ahead into a set that is in use is left to the use itself. Units that run one after the other need sets of
+their own, since backward begins with one before it has left the other: a model whose order of layers changes much has
+no use for this. Units that contain others, stay gathered, or are shared by several allocate and free.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Slot:
         if holder.holders:
             raise RuntimeError(
                 f"FSDP: {group.name} needs the pool's buffer that {holder.name} is using: their units run at the same "
-                f"time. Use a larger buffer_pool, or 0 to allocate and free"
+                f"time, or one after the other. Use a larger buffer_pool, or 0 to allocate and free"
             )
         if holder.gather_pending is not None:
             holder.gather_pending.wait()

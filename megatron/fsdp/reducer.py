@@ -63,6 +63,11 @@ class Reducer:
     def _num_temporary(self) -> int:
         return sum(members[0].placements.gradients_sharded for members, _, _ in self._in_flight)
 
+    def finish_persistent(self) -> None:
+        """Before new gradients come: wait for launches of buffers that those would be written to."""
+        if len(self._in_flight) > self._num_temporary():
+            self.finish()
+
     def finish(self) -> None:
         """Wait until everything that was launched has been delivered."""
         while self._in_flight:

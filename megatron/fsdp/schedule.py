@@ -281,6 +281,7 @@ class Engine:
         self._in_pass = True
         self._pass_id += 1
         self._graph_task = torch._C._current_graph_task_id()
+        self.reducer.finish_persistent()
         Variable._execution_engine.queue_callback(self._end_pass)
         self._queue = [unit for unit in self._reduce_order if unit.requires_grad]
         for unit in self.units:

@@ -67,8 +67,11 @@ def swapped(rank, world_size, interval):
 
 
 def test_a_rank_with_another_order_is_named():
-    """Equal sizes: nothing else would notice. The error is every rank's and names rank and units."""
-    message = "rank 1 launched the gather of blocks.1 where rank 0 launched the gather of blocks.0"
+    """Equal sizes: nothing else would notice. The error is every rank's and names rank and units.
+
+    In forward both ranks gather blocks.0 ahead, in backward rank 1 wants it first.
+    """
+    message = "rank 1 launched the gather of blocks.0 where rank 0 launched the gather of blocks.1"
     with pytest.raises(RankError, match=message):
         run_ranks(swapped, 2, 2, timeout=30)
 
@@ -90,7 +93,7 @@ def pools(rank, world_size):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 step(model, optimizer, rank)
-            step(model, optimizer, rank, (2, 0, 1))  # another order: gathers ahead find no room
+            step(model, optimizer, rank, (2, 1, 0))  # another order: gathers ahead find no room
             weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
             slots = {id(group.slot): group.slot for group in model.groups if group.slot is not None}
             sizes = [
@@ -113,14 +116,22 @@ def test_a_pool_of_buffers():
                 assert torch.equal(weights[name], value), name
 
 
-def test_a_pool_of_one_is_refused():
-    """The message names the option."""
-    with pytest.raises(RankError, match="buffer_pool=1: a unit is gathered while another is used"):
-        run_ranks(pool_of_one, 1)
+def too_small(rank, world_size, count):
+    model = wrap(Stack((9, 9, 9)).double(), world_size, buffer_pool=count)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, (2, 0, 1))
 
 
-def pool_of_one(rank, world_size):
-    wrap(Stack((9, 9, 9)).double(), world_size, buffer_pool=1)
+@pytest.mark.parametrize(
+    "count, message",
+    [
+        (1, "buffer_pool=1: a unit is gathered while another is used"),
+        (2, "blocks.2.norm.weight needs the pool's buffer that blocks.0.norm.weight is using"),
+    ],
+)
+def test_too_small_a_pool_is_an_error(count, message):
+    """One set of buffers, or units that share one and run one after the other."""
+    with pytest.raises(RankError, match=message):
+        run_ranks(too_small, 2, count, timeout=30)
 
 
 def failing(rank, world_size):
