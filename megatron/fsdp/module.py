@@ -43,7 +43,8 @@ def _explained(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
             unit = unit_of(self)
-            gathered = unit is None or all(group.uses_compute for group in unit.used_groups)
+            assert unit is not None
+            gathered = all(group.uses_compute for group in unit.used_groups)
             if gathered or "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             how = (
