@@ -11,6 +11,7 @@ DESCRIPTION = """Converts checkpoints, offline, on CPU, about one layer in memor
 
     from-hugging-face --load HF_FOLDER --save CHECKPOINTS      safetensors -> ours
     to-hugging-face --load CHECKPOINTS --save HF_FOLDER        ours -> safetensors
+    from-megatron-core --load CHECKPOINTS --save CHECKPOINTS   torch_dist or fsdp_dtensor, with optimizer -> ours
 
 Nothing is overwritten: --save names a folder that does not exist. docs/recipes/convert.md has examples.
 """
@@ -25,6 +26,10 @@ def run(args: argparse.Namespace) -> list[str]:
         from megatron.tools.convert.import_hugging_face import import_hugging_face
 
         return import_hugging_face(Path(args.load), Path(args.save))
+    if args.command == "from-megatron-core":
+        from megatron.tools.convert.import_core import import_core
+
+        return import_core(Path(args.load), Path(args.save), args.vocab_size)
     from megatron.tools.convert.export_hugging_face import ExportOptions, export_hugging_face
     from megatron.train.build import DTYPES
     from megatron.train.checkpoint import MARKER, latest_iteration
@@ -83,4 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--like", help="folder of the same model: its config.json, tokenizer, dtypes and division into files")
     add("--dtype", choices=_DTYPES, help="of the weights (default: as in the checkpoint, or as --like)")
     add("--max-file-size", type=_size, default="5GB", help="of a safetensors file (default: 5GB)")
+    add = commands.add_parser("from-megatron-core", help="torch_dist or fsdp_dtensor -> ours").add_argument
+    add("--load", required=True, help="folder of an iteration, or the --save folder of a run of Megatron-LM")
+    add("--save", required=True, help="folder to make; later the --load of a run")
+    add("--vocab-size", type=int, help="the tokenizer's, where the checkpoint's arguments lack it")
     return parser

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from megatron.models.config import ModelConfig
 from megatron.tools.convert.families import Family, family_for
 from megatron.tools.convert.import_hugging_face import CONFIG_FILE, HuggingFaceModel, read_model
 from megatron.tools.convert.mapping import Rule, WeightMap
+from megatron.tools.convert.parts import in_parts
 from megatron.tools.convert.read_config import HuggingFaceConfig
 from megatron.tools.convert.records import (
     checkpoint_key,
@@ -48,7 +48,6 @@ _COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-_BATCH_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,11 @@ def export_hugging_face(load: Path, iteration: int, target: Path, options: Expor
     plan = _plan(load, iteration, options)
     with new_folder(target) as partial:
         writer = FolderWriter(partial, plan.tensors, plan.files)
-        for rules in _batches(plan):
+        sizes = {
+            rule.ours: sum(plan.tensors[name].num_bytes for name in rule.theirs)
+            for rule in plan.weights.rules
+        }
+        for rules in in_parts(plan.weights.rules, lambda rule: rule.ours, lambda rule: sizes[rule.ours]):
             _write(load, iteration, rules, plan, writer)
         writer.close()
         _write_rest(partial, plan)
@@ -165,25 +168,6 @@ def _described(
         if copy.name in template.tensors if template is not None else copy.always:
             found[copy.name] = found[copy.of]
     return found
-
-
-def _batches(plan: _Plan) -> Iterator[list[Rule]]:
-    """Rules that are read together: those of a layer, or of a part of it that is large."""
-    batch: list[Rule] = []
-    size = 0
-    for rule in plan.weights.rules:
-        bytes_here = sum(plan.tensors[name].num_bytes for name in rule.theirs)
-        if batch and (_layer_of(rule) != _layer_of(batch[0]) or size + bytes_here > _BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(rule)
-        size += bytes_here
-    yield batch
-
-
-def _layer_of(rule: Rule) -> str:
-    found = re.match(r"(decoder|mtp)\.layers\.\d+\.", rule.ours)
-    return found[0] if found else rule.ours
 
 
 def _write(load: Path, iteration: int, rules: Sequence[Rule], plan: _Plan, writer: FolderWriter) -> None:

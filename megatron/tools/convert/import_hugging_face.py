@@ -14,6 +14,7 @@ from megatron.models.config import ModelConfig
 from megatron.tools.convert.deferred import DeferredTensor
 from megatron.tools.convert.families import Family, family_of
 from megatron.tools.convert.mapping import Rule, WeightMap
+from megatron.tools.convert.parts import save_in_parts
 from megatron.tools.convert.read_config import HuggingFaceConfig
 from megatron.tools.convert.records import (
     checkpoint_key,
@@ -24,7 +25,6 @@ from megatron.tools.convert.records import (
 )
 from megatron.tools.convert.safetensors_file import TensorInfo, first_few, read_folder, read_tensor
 from megatron.tools.convert.target import new_folder, refuse_existing
-from megatron.train.checkpoint import save_checkpoint
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 
@@ -160,7 +160,7 @@ def import_hugging_face(folder: Path, target: Path) -> list[str]:
     dtype = source.tensors[source.weights.rules[0].theirs[0]].dtype
     record = record_of(train_config(source.family.flags(source.config), dtype, tokenizer))
     with new_folder(target) as partial:
-        save_checkpoint(partial, tensors, record)
+        save_in_parts(partial, tensors, record)
     total = sum(tensor.numel() for tensor in tensors.values())
     lines = [
         f"{source.family.model_type}: {len(tensors)} tensors, {total / 1e6:.2f} M parameters -> {target}"

@@ -30,6 +30,7 @@ def ours(llama: Path) -> Path:
 
 def fails(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one line of a command that fails."""
+    capsys.readouterr()
     assert main([str(word) for word in words]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and text.startswith("convert_checkpoint: ")
@@ -78,7 +79,7 @@ def no_size(folder: Path) -> str:
 
 def impossible_size(folder: Path) -> str:
     change_config(folder, num_key_value_heads=3)
-    return "--num-query-groups 3 must divide --num-attention-heads 4"
+    return "--num-attention-heads 4 is not a multiple of --num-query-groups 3"
 
 
 def quantized(folder: Path) -> str:

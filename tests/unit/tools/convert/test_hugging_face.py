@@ -88,7 +88,8 @@ def test_dtype_rounds_weights_and_not_the_expert_bias(tmp_path: Path) -> None:
 def load(rank: int, world: int, folder: Path, layout: str) -> Run:
     """A run that knows of its model no more than --load and --use-checkpoint-args."""
     words = (
-        f"--load {folder} --use-checkpoint-args --mock-data --micro-batch-size 1 --seq-length 32 --lr 0.1 "
+        f"--load {folder} --use-checkpoint-args --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
+        "--micro-batch-size 1 --seq-length 32 --lr 0.1 "
         f"--train-iters 1 --num-workers 0 --attention-dropout 0 --hidden-dropout 0 --use-megatron-fsdp {layout}"
     )
     arguments, _ = complete_from_checkpoint(parse_args(words.split()))

@@ -1,0 +1,106 @@
+"""A training that megatron-core began goes on with ours, with the losses that it would have had."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.tools.convert.command import main
+from megatron.tools.convert.core_checkpoint import open_checkpoint
+from tests.mcore.engine import run_mcore_ranks
+from tests.pool import run_ranks
+from tests.unit.tools.convert.core_runs import BATCH, arguments, go_on, train_with_core
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LAYOUTS = {
+    0: "--data-parallel-sharding-strategy optim_grads_params",
+    4: "--data-parallel-sharding-strategy optim --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+}
+
+
+@pytest.mark.parametrize("experts", LAYOUTS, ids=["dense", "experts"])
+def test_torch_dist_goes_on(experts: int, tmp_path: Path) -> None:
+    """Weights, moments, step, learning rate and data position; then the same model by Megatron-FSDP's names."""
+    theirs = tmp_path / "theirs" / "iter_0000002"
+    (losses,) = run_mcore_ranks(train_with_core, 1, theirs, experts, timeout=300)
+    (theirs.parent / "latest_checkpointed_iteration.txt").write_text("2")
+    sources = {"ours": theirs.parent, "again": as_fsdp_dtensor(theirs, tmp_path / "fsdp_dtensor")}
+    for name, source in sources.items():
+        assert main(["from-megatron-core", "--load", str(source), "--save", str(tmp_path / name)]) == 0
+        results = run_ranks(go_on, 2, tmp_path / name, LAYOUTS[experts], timeout=300)
+        for found, iteration, samples in results:
+            assert (iteration, samples) == (2, 2 * BATCH)
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(losses[2:]), rtol=1e-5, atol=0)
+    assert losses[3] != pytest.approx(losses[2], rel=1e-3)
+
+
+def as_fsdp_dtensor(source: Path, target: Path) -> Path:
+    """A torch_dist checkpoint written once more by the names that Megatron-FSDP's checkpoints have."""
+    checkpoint = open_checkpoint(source)
+    values: dict[str, object] = {
+        "args": Namespace(**vars(checkpoint.common["args"])),
+        "iteration": checkpoint.common["iteration"],
+    }
+    for name, value in checkpoint.common["opt_param_scheduler"].items():
+        values[f"opt_param_scheduler.{name}"] = value
+    for name in names_of(checkpoint.common["args"]):
+        for kind in ("", "exp_avg", "exp_avg_sq"):
+            tensor = checkpoint.read(checkpoint.find(name, kind))
+            gated = "linear_fc1.weight" in name
+            parts = {"_w": tensor.chunk(2)[0], "_v": tensor.chunk(2)[1]} if gated else {"": tensor}
+            for suffix, part in parts.items():
+                key = (
+                    f"optimizer.state.module.module.{name}{suffix}.{kind}"
+                    if kind
+                    else f"model.module.{name}{suffix}"
+                )
+                values[key] = part.clone()
+        values[f"optimizer.param_to_group_meta.module.module.{name}.step"] = 2
+    dcp.save(values, checkpoint_id=target, no_dist=True)
+    return target
+
+
+def names_of(args: Namespace) -> list[str]:
+    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+    for layer in range(args.num_layers):
+        prefix = f"decoder.layers.{layer}."
+        attention = ("linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight")
+        names += [f"{prefix}self_attention.{name}" for name in attention]
+        experts = getattr(args, "num_experts", 0)
+        if not experts:
+            names += [
+                f"{prefix}mlp.linear_{name}" for name in ("fc1.layer_norm_weight", "fc1.weight", "fc2.weight")
+            ]
+            continue
+        names += [f"{prefix}pre_mlp_layernorm.weight", f"{prefix}mlp.router.weight"]
+        names += [f"{prefix}mlp.experts.linear_fc{part}.weight{i}" for part in (1, 2) for i in range(experts)]
+    return names
+
+
+def test_what_cannot_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No checkpoint; no arguments; a tensor missing; another shape; state by buckets: one line, nothing written."""
+
+    def fails(name: str, values: dict[str, object]) -> str:
+        dcp.save(values, checkpoint_id=tmp_path / name, no_dist=True)
+        words = ["from-megatron-core", "--load", str(tmp_path / name), "--save", str(tmp_path / "ours")]
+        assert main(words) == 2
+        text = capsys.readouterr().err
+        assert text.count("\n") == 1 and not (tmp_path / "ours").exists()
+        return text
+
+    words = ["from-megatron-core", "--load", str(tmp_path), "--save", str(tmp_path / "ours")]
+    assert main(words) == 2
+    assert f"{tmp_path / '.metadata'} is missing" in capsys.readouterr().err
+    args = Namespace(**arguments(0))
+    embedding = {"model.module.embedding.word_embeddings.weight": torch.zeros(64, 32)}
+    assert "holds no arguments (args)" in fails("a", {**embedding, "iteration": 1})
+    assert "not a GPT model" in fails("b", {"x": torch.zeros(1), "args": args})
+    assert "lacks decoder.final_layernorm.weight" in fails("c", {**embedding, "args": args})
+    wide = {"model.module.embedding.word_embeddings.weight": torch.zeros(64, 33)}
+    assert "has shape [64, 33], but its arguments mean [61, 32]" in fails("d", {**wide, "args": args})
+    buckets = {"optimizer.distributed.dp_group_idx_0.exp_avg": torch.zeros(3)}
+    assert "--dist-ckpt-optim-fully-reshardable" in fails("e", {**embedding, **buckets, "args": args})
