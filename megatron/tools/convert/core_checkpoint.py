@@ -36,6 +36,14 @@ _KIND = re.compile(r"(?:exp_avg|exp_avg_sq|momentum_buffer|step|fp32_param|maste
 _LAYER = re.compile(r"^(decoder\.layers|mtp\.layers)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
+# A norm alone or fused with the layer after it, by the layers that the model was built of; the name of a fused one is
+# also given to the norm before experts.
+_FUSED = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+_NORMS = (*_FUSED, *((alone, fused) for fused, alone in _FUSED))
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -127,8 +135,7 @@ def _candidates(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         forms.append((f"{stem}.experts.experts.{number}.{expert[1]}.{expert[2]}", ()))
         forms.append((f"{stem}.experts.local_experts.{number}.{expert[1]}.{expert[2]}", ()))
         forms.append((f"{stem}.experts.experts.{expert[1]}.{expert[2]}", (number,)))
-    alone = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
-    forms.append((alone.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), ()))
+    forms += [(name.replace(*pair), ()) for pair in _NORMS if pair[0] in name]
     for form, index in forms:
         yield form, index
         layer = _LAYER.match(form)
