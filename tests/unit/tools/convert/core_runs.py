@@ -1,12 +1,19 @@
-"""Training that began with megatron-core, in its own processes, and goes on with ours."""
+"""Training that began with megatron-core and goes on with ours.
+
+python -m tests.unit.tools.convert.core_runs FOLDER EXPERTS...: the first part. megatron-core saves with processes of its
+own, which the workers of a pool may not have.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -75,7 +82,7 @@ def _loss(model: Any, step: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def train_with_core(rank: int, world: int, folder: Path, experts: int) -> list[float]:
+def train_with_core(folder: Path, experts: int) -> list[float]:
     """Four steps of AdamW with megatron-core; the checkpoint in `folder` is of the second. Returns the losses."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.optimizer import (
@@ -154,3 +161,24 @@ def go_on(rank: int, world: int, folder: Path, layout: str) -> tuple[list[float]
         losses.append(step(iter([mine]), BatchSize(1, BATCH)).loss)
     assert run.data.train is not None
     return losses, progress.iteration, run.data.train.consumed_samples
+
+
+def go_on_with_all(
+    rank: int, world: int, folders: list[Path], layout: str
+) -> list[tuple[list[float], int, int]]:
+    """`go_on` for each folder."""
+    return [go_on(rank, world, folder, layout) for folder in folders]
+
+
+def main(folder: str, experts: list[str]) -> None:
+    """Train each model; print {experts: losses}."""
+    from tests.mcore.shim import install
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    install()
+    losses = {count: train_with_core(Path(folder) / count / "iter_0000002", int(count)) for count in experts}
+    print(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,9 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.tools.convert.command import main
 from megatron.tools.convert.core_checkpoint import open_checkpoint
-from tests.mcore.engine import run_mcore_ranks
 from tests.pool import run_ranks
-from tests.unit.tools.convert.core_runs import BATCH, arguments, go_on, train_with_core
+from tests.unit.tools.convert.core_runs import BATCH, arguments, go_on_with_all
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LAYOUTS = {
@@ -22,16 +25,31 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """Folders of megatron-core's checkpoints by number of experts, and the losses of the runs that left them."""
+    if importlib.util.find_spec("megatron.core") is None:
+        pytest.skip("megatron-core is not installed (pip install --no-deps megatron-core==0.16.1)")
+    folder = tmp_path_factory.mktemp("core")
+    command = [sys.executable, "-m", "tests.unit.tools.convert.core_runs", str(folder), *map(str, LAYOUTS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("experts", LAYOUTS, ids=["dense", "experts"])
-def test_torch_dist_goes_on(experts: int, tmp_path: Path) -> None:
+def test_a_training_of_megatron_core_goes_on(
+    experts: int, core: tuple[Path, dict[str, list[float]]], tmp_path: Path
+) -> None:
     """Weights, moments, step, learning rate and data position; then the same model by Megatron-FSDP's names."""
-    theirs = tmp_path / "theirs" / "iter_0000002"
-    (losses,) = run_mcore_ranks(train_with_core, 1, theirs, experts, timeout=300)
-    (theirs.parent / "latest_checkpointed_iteration.txt").write_text("2")
-    sources = {"ours": theirs.parent, "again": as_fsdp_dtensor(theirs, tmp_path / "fsdp_dtensor")}
+    folder, losses = core[0] / str(experts), core[1][str(experts)]
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    sources = {"ours": folder, "again": as_fsdp_dtensor(folder / "iter_0000002", tmp_path / "fsdp_dtensor")}
     for name, source in sources.items():
         assert main(["from-megatron-core", "--load", str(source), "--save", str(tmp_path / name)]) == 0
-        results = run_ranks(go_on, 2, tmp_path / name, LAYOUTS[experts], timeout=300)
+    for results in run_ranks(
+        go_on_with_all, 2, [tmp_path / name for name in sources], LAYOUTS[experts], timeout=300
+    ):
         for found, iteration, samples in results:
             assert (iteration, samples) == (2, 2 * BATCH)
             torch.testing.assert_close(torch.tensor(found), torch.tensor(losses[2:]), rtol=1e-5, atol=0)
