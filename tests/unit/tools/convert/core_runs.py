@@ -1,7 +1,7 @@
 """Training that began with megatron-core and goes on with ours.
 
-python -m tests.unit.tools.convert.core_runs FOLDER EXPERTS...: the first part. megatron-core saves with processes of its
-own, which the workers of a pool may not have.
+python -m tests.unit.tools.convert.core_runs FOLDER EXPERTS...: the first part. megatron-core saves with processes of
+its own, which the workers of a pool may not have.
 """
 
 from __future__ import annotations
