@@ -133,6 +133,7 @@ def _tokenize(job: _Job) -> dict[str, tuple[int, int]]:
             _require_text(args, counts)
         for output in outputs.values():
             output.commit()
+        pool.shutdown()  # at leisure: an interpreter that ends beside a pool that closes may find its pipe gone
     return counts
 
 

@@ -12,6 +12,7 @@ from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import ModelConfig, RecomputeConfig
 from megatron.models.gpt import GPTModel
+from megatron.models.variants import Variants
 from megatron.parallel.context.balance import split_batch
 from megatron.parallel.context.documents import Documents
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
@@ -46,6 +47,7 @@ class LayoutCase(Case):
     documents: bool = False
     recompute: bool = False
     labels: str = "some"
+    sinks: bool = False
 
     @property
     def world(self) -> int:
@@ -58,6 +60,7 @@ class LayoutCase(Case):
             num_query_groups=2,
             kv_channels=4,
             max_position_embeddings=LENGTH,
+            variants=Variants(softmax_type="learnable" if self.sinks else "vanilla"),
             cp_comm_type=(self.kind,),
             hierarchical_context_parallel_sizes=(2, self.cp // 2) if self.kind == "a2a+p2p" else None,
         )
@@ -67,7 +70,7 @@ class LayoutCase(Case):
         """What the one-rank run depends on."""
         return LayoutCase(
             microbatches=self.microbatches, optimizer=self.optimizer, per_token=self.per_token, tied=self.tied,
-            documents=self.documents, labels=self.labels,
+            documents=self.documents, labels=self.labels, sinks=self.sinks,
         )  # fmt: skip
 
     def batch(self, step: int, index: int) -> dict[str, Tensor]:

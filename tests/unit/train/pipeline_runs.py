@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -176,6 +179,23 @@ def train(rank: int, world: int, case: PipeCase) -> RankTrace:
         trace.recorded_as_planned &= executor.peak_in_flight == peak_in_flight(planned)
     trace.weights = {name: pieces(name, parameter, parameter, mesh) for name, parameter in named}
     return trace
+
+
+def failing(rank: int, world: int, case: PipeCase, how: str) -> None:
+    """Training in which the second stage fails in the forward of its third microbatch."""
+    calls = itertools.count()
+    forward = GPTModel.forward
+
+    def faulty(*args: Any, **kwargs: Any) -> Tensor:
+        if rank == 1 and torch.is_grad_enabled() and next(calls) == 2:
+            if how == "exit":
+                os._exit(9)
+            raise RuntimeError("a fault")
+        return forward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkey:
+        monkey.setattr(GPTModel, "forward", faulty)
+        train(rank, world, case)
 
 
 def train_each(rank: int, world: int, cases: list[PipeCase]) -> list[RankTrace]:

@@ -119,7 +119,7 @@ def test_the_cover_is_one() -> None:
 
 @pytest.mark.parametrize("cell", COVER, ids=name_of)
 def test_training_in_a_layout_equals_one_rank(cell: Cell) -> None:
-    """C03, P13."""
+    """C03, P13; C04: what is not annotated as cut is the same on all ranks, bit for bit."""
     check(case_of(cell))
 
 
@@ -127,6 +127,11 @@ def test_training_in_a_layout_equals_one_rank(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", REST, ids=name_of)
 def test_training_in_a_layout_equals_one_rank_everywhere(cell: Cell) -> None:
     check(case_of(cell))
+
+
+def test_numbers_of_single_heads_are_cut_with_them() -> None:
+    """C04: attention sinks, one number a head, are in the norm once."""
+    check(LayoutCase(tp=2, dp=2, sinks=True, tied=False, per_token=True))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +143,16 @@ def test_context_ranks_without_valid_labels(case: LayoutCase) -> None:
 
 
 PACKED = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
-LAYOUT = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
+    "--data-parallel-sharding-strategy optim --overlap-grad-reduce --overlap-param-gather"
+)
 
 
 def test_jobs_on_packed_documents_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """The flags reach the model in training and evaluation, and split over ranks mean the same."""
+    """The flags reach the model in training and evaluation, and split over ranks mean the same. C09: the norm of the
+    parameters too, while gathers overlap.
+    """
     end, generator = 30, np.random.default_rng(5)
     lengths = generator.integers(1, 9, size=200)
     corpus = write_corpus(tmp_path / "corpus", [[*generator.integers(0, end, n), end] for n in lengths])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from megatron.fsdp import ShardingStrategy
 from megatron.parallel.pipeline.stages import StageRequest
-from tests.pool import run_ranks
+from tests.pool import RankError, run_ranks
 from tests.unit.train import equivalence, pipeline_runs
 from tests.unit.train.equivalence import Trace, error
 from tests.unit.train.pipeline_runs import Piece, PipeCase, RankTrace
@@ -177,6 +178,18 @@ def test_stages_of_only_embedding_or_loss(request_: StageRequest) -> None:
 def test_microbatches_of_different_lengths() -> None:
     """P05: gradients of 8, 12 and 8 tokens add up."""
     check(PipeCase(layers=3, microbatches=3, lengths=(8, 12, 8), per_token=True))
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_rank_that_fails_in_the_middle_of_a_schedule_ends_all(how: str) -> None:
+    """Each rank says where in the schedule it was: the failing one its stage and action, its peer what never came."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(pipeline_runs.failing, 2, PipeCase(microbatches=4, layers=3), how, timeout=60)
+    message = str(caught.value)
+    missed = r"pipeline rank 0, (waiting for|posting) .*microbatch \d"
+    assert caught.value.rank == 1 and re.search(missed, message), message
+    if how == "raise":
+        assert "pipeline rank 1, stage 1, forward of microbatch 2: RuntimeError: a fault" in message
 
 
 @pytest.mark.parametrize(

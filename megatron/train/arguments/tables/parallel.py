@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 NO_DEFERRAL = (
-    "the head's weight gradient is not deferred on its own; --delay-wgrad-compute defers all of them"
+    "losses come from the head in chunks, and what a deferred gradient of it would keep is as large as the logits; use "
+    "--delay-wgrad-compute for the layers"
 )
 SEE_SHARDS = "see --tensor-parallel-num-weight-shards"
 USER_BUFFERS = "tunes kernels of Transformer Engine's user buffers"
@@ -137,11 +138,11 @@ FLAGS: tuple[Flag, ...] = (
         "train/pipeline.py",
         test="train/test_pipeline_arguments.py",
     ),
-    not_yet(
+    refused(
         "--pipeline-model-parallel-comm-backend",
         str,
         None,
-        "stages use the backend of --distributed-backend; leave it out",
+        "stages talk over the run's own backend (--distributed-backend), in groups that only they use; leave it out",
         choices=(
             "nccl",
             "ucc",
@@ -164,8 +165,8 @@ FLAGS: tuple[Flag, ...] = (
         dest="overlap_p2p_comm_warmup_flush",
     ),
     no_op("--use-ring-exchange-p2p", Switch.ON, False, "stages use batched point-to-point operations"),
-    not_yet("--defer-embedding-wgrad-compute", Switch.ON, False, NO_DEFERRAL),
-    not_yet("--wgrad-deferral-limit", int, 0, NO_DEFERRAL),
+    refused("--defer-embedding-wgrad-compute", Switch.ON, False, NO_DEFERRAL),
+    refused("--wgrad-deferral-limit", int, 0, NO_DEFERRAL),
     works(
         "--delay-wgrad-compute",
         Switch.ON,

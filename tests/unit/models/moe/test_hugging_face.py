@@ -1,4 +1,4 @@
-"""Independent witnesses: random Hugging Face models with experts give our logits and input gradients, EP and TP 1, 2.
+"""Independent witnesses: random Hugging Face models give our logits and input gradients, EP and TP 1, 2.
 
 For RoPE pairs, latent attention, YaRN, routing, groups, gates and shared experts.
 """
@@ -142,7 +142,33 @@ def deepseek_v3():
     return theirs, config
 
 
-MODELS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3}
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    theirs = LlamaForCausalLM(LlamaConfig(**THEIRS, intermediate_size=40, num_key_value_heads=2))
+    rotary = RotaryConfig(base=500.0)
+    return theirs, ModelConfig(**OURS, ffn_hidden_size=40, num_query_groups=2, rotary=rotary)
+
+
+def qwen3():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    theirs = Qwen3ForCausalLM(
+        Qwen3Config(
+            **THEIRS, intermediate_size=40, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False
+        )
+    )
+    ours = {**OURS, "ffn_hidden_size": 40, "num_query_groups": 2, "kv_channels": 12, "qk_layernorm": True}
+    return theirs, ModelConfig(**ours, rotary=RotaryConfig(base=500.0))
+
+
+MODELS = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "deepseek_v3": deepseek_v3,
+}
 
 
 @functools.cache
@@ -197,17 +223,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def run_layouts(rank, world_size, state, config):
+    """Each layout of two ranks."""
+    return [run_rank(rank, world_size, state, config, *layout) for layout in LAYOUTS.values() if layout[0]]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")
-def test_equals_hugging_face(name, layout):
+def test_equals_hugging_face(name):
     state, config, logits, grad = witness(name)
-    sizes, sequence_parallel = LAYOUTS[layout]
-    if sizes:
-        results = run_ranks(run_rank, 2, state, config, sizes, sequence_parallel, timeout=120)
-    else:
-        results = [run_rank(0, 1, state, config, {}, False)]
-    columns = [item[0] for item in results] if "tensor" in sizes else [results[0][0]]
-    assert relative_error(torch.cat(columns, dim=-1), logits) < 1e-5
-    for _, ours in results:
-        assert relative_error(ours, grad) < 1e-5
+    single = [[run_rank(0, 1, state, config, *LAYOUTS["ep1"])]]
+    layouts = single + list(zip(*run_ranks(run_layouts, 2, state, config, timeout=120), strict=True))
+    for (layout, (sizes, _)), results in zip(LAYOUTS.items(), layouts, strict=True):
+        columns = [item[0] for item in results] if "tensor" in sizes else [results[0][0]]
+        assert relative_error(torch.cat(columns, dim=-1), logits) < 1e-5, layout
+        for _, ours in results:
+            assert relative_error(ours, grad) < 1e-5, layout

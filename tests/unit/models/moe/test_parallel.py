@@ -2,8 +2,8 @@
 
 EP, ETP, TP with and without SP, CP, HSDP x dispatchers x strategies x fused x per-token x recompute, against one rank
 and plain autograd. The default run visits every layout and every pair of options; --full runs the whole product.
-E01, E03, E10, E11, E12, E13, G05, G13: strengths of losses, scale of expert gradients, replicas, dispatchers, idle
-experts.
+C01, C07, E01, E03, E10, E11, E12, E13, G05, G13: norms and clipping over several meshes, strengths of losses, scale of
+expert gradients, replicas, dispatchers, idle experts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from megatron.models.config import ModelConfig
 from tests.pool import run_ranks
 from tests.unit.models.moe import shapes
 from tests.unit.models.moe.training import (
+    CLIP,
     Layout,
     Options,
     Trace,
@@ -75,6 +76,7 @@ def expected(model: str, per_token: bool, dtype: torch.dtype) -> Trace:
 
 def check(config: ModelConfig, layout: Layout, options: Options, wanted: Trace) -> None:
     tolerance = 1e-9 if options.double else 1e-6
+    assert min(wanted.norms) > CLIP
     results = run_ranks(train, layout.world, config, layout, options, timeout=240)
     got = assembled(results)
     for trace, _ in results:
@@ -137,6 +139,14 @@ def test_ranks_without_tokens(layout, dispatcher, recompute):
     check(config, LAYOUTS[layout], options, wanted)
     assert not wanted.gradients[0]["decoder.layers.1.mlp.experts.linear_fc1.weight4"].any()
     assert wanted.gradients[0]["decoder.layers.1.mlp.experts.linear_fc1.weight3"].any()
+
+
+def test_prediction_and_a_tied_head_on_the_last_stage():
+    """P06: the copy of the embedding that embeds for multi-token prediction and is the head stays the first stage's."""
+    config = shapes.deepseek(dispatcher="alltoall", load_balancing=("seq_aux_loss",), aux_loss_coeff=(0.1,))
+    config = config.replace(untie_embeddings_and_output_weights=False)
+    options = Options(double=True)
+    check(config, LAYOUTS["pp2-ep2"], options, reference(config, False, options.dtype))
 
 
 def test_ranks_launch_in_one_order():

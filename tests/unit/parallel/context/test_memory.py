@@ -15,7 +15,7 @@ from megatron.parallel.context.attention import context_parallel_attention
 from megatron.parallel.context.balance import split
 from tests.pool import run_ranks
 
-SEQ, BATCH, HEADS, GROUPS, DIM, LAYERS = 512, 1, 4, 2, 16, 4
+SEQ, BATCH, HEADS, GROUPS, DIM, LAYERS = 512, 1, 4, 2, 16, 3
 
 
 class LiveBytes(TorchDispatchMode):

@@ -30,7 +30,7 @@ def chunks_allowed(name: str, shape: PipelineShape) -> PipelineShape:
     return PipelineShape(shape.num_ranks, shape.num_microbatches) if name == "1f1b" else shape
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(NAMES), shapes, st.integers(0, 3), st.randoms(use_true_random=False))
 def test_any_size_runs_whatever_computations_take(
     name: str, shape: PipelineShape, more: int, chance: random.Random
@@ -153,7 +153,7 @@ def test_the_simulator_finds_a_missing_receive_and_an_early_send() -> None:
         simulate(((programs[0][1], programs[0][0], *programs[0][2:]), programs[1]), shape)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(NAMES), shapes, st.randoms(use_true_random=False))
 def test_moving_an_exchange_is_noticed_or_harmless(
     name: str, shape: PipelineShape, chance: random.Random
