@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
+from megatron.models.backends.transformer_engine.attention import ContextParallel
+from megatron.models.block import context_groups
 from megatron.models.config import RecomputeConfig
 from megatron.models.gpt import GPTModel
 from megatron.models.init import Initializer, materialise
@@ -181,3 +183,19 @@ def test_dropout_under_tensor_parallelism(sequence_parallel):
         for expected, got in zip(plain, again, strict=True):
             assert torch.equal(expected[0], got[0])
             assert all(torch.equal(a, b) for a, b in zip(expected[1], got[1], strict=True))
+
+
+def two_level_groups(rank, world_size):
+    """Groups of a2a+p2p, and what Transformer Engine is handed."""
+    mesh = ParallelMesh(ParallelSizes(tensor=2, context=4))
+    config = tiny_config(cp_comm_type=("a2a+p2p",), hierarchical_context_parallel_sizes=(2, 2))
+    groups = context_groups(config, mesh, "a2a+p2p")
+    handed = ContextParallel(groups, "a2a+p2p", None)
+    assert handed.groups() == list(groups)
+    return [dist.get_process_group_ranks(group) for group in groups], handed.ranks(), mesh.ranks("cp")
+
+
+def test_rings_of_all_to_alls_have_neighbours_inside():
+    found = run_ranks(two_level_groups, 8)
+    assert [groups for groups, _, _ in found[:3]] == [[[0, 2], [0, 4]], [[1, 3], [1, 5]], [[0, 2], [2, 6]]]
+    assert all(handed == whole for _, handed, whole in found)
