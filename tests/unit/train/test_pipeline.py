@@ -187,7 +187,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_schedule_ends_all(how: str) -> Non
         run_ranks(pipeline_runs.failing, 2, PipeCase(microbatches=4, layers=3), how, timeout=60)
     message = str(caught.value)
     missed = r"pipeline rank 0, (waiting for|posting) .*microbatch \d"
-    assert caught.value.rank == 1 and re.search(missed, message), message
+    assert re.search(missed, message), message
     if how == "raise":
         assert "pipeline rank 1, stage 1, forward of microbatch 2: RuntimeError: a fault" in message
 
