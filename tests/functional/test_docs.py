@@ -19,7 +19,7 @@ from tests.functional.cases import ROOT, Launch
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SCRIPT = r"\.?/?(?:scripts/[\w./-]+|tests/[\w./-]+\.(?:sh|py)|\.ci/run)(?= |$)"
 COMMAND = re.compile(rf"^(?:[A-Z_]+=\S+ )*(?:{SCRIPT}|(?:\.venv/bin/)?(?:python|torchrun)\b|srun\b)[^|`]*$")
-PLACEHOLDER = re.compile(r"\.\.\.|\b(?:FOLDER|PATH|NAME|N|FLAGS|DATA_PREFIX|TOKENIZER|COMMIT|CASE)\b")
+PLACEHOLDER = re.compile(r"\.\.\.|\[|(?<=[ /])(?:N|[A-Z][A-Z_]+)\b(?!=)")
 NOT_TESTED_HERE = {
     "quickstart.sh": "a stage of .ci/run",
     "test.sh": "runs these tests",
