@@ -114,11 +114,12 @@ def test_finetune_takes_weights_only(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    first, other = jobs(
+    first, other, words = jobs(
         2,
         [
             f"--global-batch-size 4 --train-iters 1 --save {tmp_path}",
             f"--global-batch-size 4 --train-iters 2 --load {tmp_path} --swiglu --ffn-hidden-size 24 --num-layers 3",
+            f"--global-batch-size 4 --train-iters 2 --load {tmp_path} --vocab-size 60",
         ],
     )
     assert first[0].error is None, first[0].error
@@ -127,6 +128,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         assert outcome.error is not None
         assert "--load: the checkpoint is of another model" in outcome.error
         assert "num_layers is 2 there, 3 here" in outcome.error
+    for outcome in words:
+        assert outcome.users and "vocab_size is" in str(outcome.error)
 
 
 def test_another_schedule_needs_a_word(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 COMMON = (
     "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 0.01 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 30 --make-vocab-size-divisible-by 8 --train-iters 2 "
-    "--use-megatron-fsdp"
+    "--use-megatron-fsdp --attention-dropout 0 --hidden-dropout 0"
 )
 
 

@@ -15,7 +15,11 @@ from megatron.train.checkpoint import (
     MARKER,
     RUN_FILE,
     Progress,
+    Ranks,
+    Retention,
     RunRecord,
+    Saver,
+    Target,
     check_same_model,
     directory_of,
     latest_iteration,
@@ -79,6 +83,17 @@ def test_retention_keeps_multiples_and_the_last(tmp_path: Path) -> None:
     kept = {int(path.name[5:]) for path in tmp_path.glob("iter_0*")}
     assert kept == {4, 8, 11}
     assert (tmp_path / "iter_notes").exists()
+
+
+def test_only_the_newest_stays_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Also of iterations that came before the run went back; a half-deleted one has no checkpoint's name."""
+    for iteration in (2, 8):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000001.partial").mkdir()
+    tensors = {"a": torch.ones(4)}
+    Saver(Ranks()).save(Target(tmp_path, record(4), Retention(only_newest=True)), tensors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", MARKER]
+    assert latest_iteration(tmp_path) == 4
 
 
 def fill_the_disk(rank: int, world: int, root: str) -> tuple[str, int | None, list[float]]:
