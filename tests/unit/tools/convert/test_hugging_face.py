@@ -146,7 +146,8 @@ def test_a_run_that_loads_it_has_their_logits(tmp_path: Path) -> None:
 
 def prediction_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of the first prediction layer of a checkpoint's model: [b, s - 1, vocabulary]."""
-    model = build_gpt(model_of(read_record(folder, 0).model)).eval()
+    config = model_of(read_record(folder, 0).model)
+    model = build_gpt(config.replace(padded_vocab_size=config.vocab_size)).eval()
     whole = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     load_tensors(folder, 0, {checkpoint_key(name): tensor.detach() for name, tensor in whole.items()})
     with torch.no_grad():
