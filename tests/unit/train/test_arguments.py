@@ -376,3 +376,11 @@ def test_validation_reads_no_environment_and_starts_nothing(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "64")
     assert config(world_size=2).world_size == 2
     assert not dist.is_initialized()
+
+
+def test_other_spellings() -> None:
+    made = config("", base=RUN.replace("--seq-length 32", "--encoder-seq-length 32"))
+    assert made.seq_length == made.encoder_seq_length == 32
+    assert config("--exit-signal-handler-for-training").exit_signal_handler
+    assert config("--use-torch-fsdp2").reshard_after_forward
+    assert not config("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward").reshard_after_forward

@@ -78,6 +78,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "An error instead of a fresh start when --load holds no checkpoint.",
         "train/resume.py",
+        test="train/test_resume.py",
     ),
     works(
         "--ckpt-step",

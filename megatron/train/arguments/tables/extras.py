@@ -15,6 +15,7 @@ FLAGS: tuple[Flag, ...] = (
         "configuration as JSON "
         "and stop.",
         "train/main.py",
+        test="train/test_arguments_scripts.py",
     ),
     works(
         "--fp64",
@@ -22,6 +23,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Compute, accumulate and keep everything in float64, for tests of equality.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--pipeline-schedule",
@@ -47,5 +49,6 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "File that gets one JSON object per log interval and evaluation.",
         "train/report.py",
+        test="train/test_main.py",
     ),
 )

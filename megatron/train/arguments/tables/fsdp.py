@@ -56,6 +56,7 @@ FLAGS: tuple[Flag, ...] = (
         "Keep gathered parameters until the backward pass.",
         "train/arguments/resolve.py",
         dest="torch_fsdp2_reshard_after_forward",
+        test="train/test_arguments.py",
     ),
     works(
         "--num-distributed-optimizer-instances",

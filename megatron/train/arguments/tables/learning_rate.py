@@ -132,6 +132,7 @@ FLAGS: tuple[Flag, ...] = (
         "Take the schedule of the command line, not the checkpoint's.",
         "train/resume.py",
         aliases=("--override-opt-param-scheduler",),
+        test="train/test_resume.py",
     ),
     works(
         "--use-checkpoint-opt_param-scheduler",

@@ -43,6 +43,7 @@ FLAGS: tuple[Flag, ...] = (
             "ncclep",
         ),
         refused_values=(("ncclep", "use deepep or hybridep, or --moe-token-dispatcher-type alltoall"),),
+        test="parallel/expert/test_dispatch.py",
     ),
     refused(
         "--moe-enable-deepep", Switch.ON, False, "its place is --moe-token-dispatcher-type flex: use that"

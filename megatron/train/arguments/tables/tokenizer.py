@@ -88,6 +88,7 @@ FLAGS: tuple[Flag, ...] = (
         1000,
         "Special tokens of TikTokenizer.",
         "train/tokenizers/factory.py",
+        test="train/tokenizers/test_tokenizers.py",
     ),
     refused(
         "--tokenizer-special-tokens",
@@ -132,8 +133,16 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "End of document of NullTokenizer; its last id when not given.",
         "train/tokenizers/factory.py",
+        test="train/tokenizers/test_tokenizers.py",
     ),
-    works("--null-tokenizer-pad-id", int, -1, "Padding of NullTokenizer.", "train/tokenizers/factory.py"),
+    works(
+        "--null-tokenizer-pad-id",
+        int,
+        -1,
+        "Padding of NullTokenizer.",
+        "train/tokenizers/factory.py",
+        test="train/tokenizers/test_tokenizers.py",
+    ),
     refused("--use-gigatoken", Switch.ON, False, "a tokenizer that is not public"),
     no_op(
         "--no-use-tokenizer-model-from-checkpoint-args",

@@ -65,7 +65,12 @@ FLAGS: tuple[Flag, ...] = (
         "--seq-length", int, None, "Tokens in a sequence.", "train/build.py", test="train/data/test_config.py"
     ),
     works(
-        "--encoder-seq-length", int, None, "The older spelling of --seq-length.", "train/arguments/resolve.py"
+        "--encoder-seq-length",
+        int,
+        None,
+        "The older spelling of --seq-length.",
+        "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     works(
         "--encoder-num-layers",
@@ -115,6 +120,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Micro batch of evaluations; the training one when not given.",
         "train/arguments/resolve.py",
+        test="train/data/test_build.py",
     ),
     works("--start-eval-at-iter", int, None, "No evaluation before this step.", "train/loop.py"),
     works(
@@ -147,13 +153,21 @@ FLAGS: tuple[Flag, ...] = (
         "train/loop.py",
         test="train/test_arguments_scripts.py",
     ),
-    works("--exit-duration-in-mins", int, None, "Stop after this many minutes.", "train/loop.py"),
+    works(
+        "--exit-duration-in-mins",
+        int,
+        None,
+        "Stop after this many minutes.",
+        "train/loop.py",
+        test="train/test_loop.py",
+    ),
     works(
         "--exit-signal-handler",
         Switch.ON,
         False,
         "On --exit-signal save a checkpoint and stop.",
         "train/loop.py",
+        test="train/test_main.py",
     ),
     works(
         "--exit-signal-handler-for-training",
@@ -161,6 +175,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The same as --exit-signal-handler.",
         "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     no_op(
         "--exit-signal-handler-for-dataloader",
@@ -183,6 +198,7 @@ FLAGS: tuple[Flag, ...] = (
         "Steps whose batch is read and not trained on.",
         "train/loop.py",
         nargs="+",
+        test="train/test_loop.py",
     ),
     refused(
         "--phase-transition-iterations",
