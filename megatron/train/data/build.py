@@ -155,6 +155,7 @@ def _build_datasets(config: DataConfig, files: dict[str, IndexedFiles]) -> Seque
             drop_last_partial_validation_sequence=not config.full_validation,
             cache_folder=config.data_cache_path,
             files=files,
+            fim=config.fim,
         )
         if core.split_matrix is not None:  # leave out what nobody will read: it may well be empty
             core.split_matrix = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.train.data.fim import FillInTheMiddle, fill_in_the_middle
 from megatron.train.tokenizers import Tokenizer
 
 SPLITS = ("train", "valid", "test")
@@ -45,6 +46,7 @@ class DataConfig:
         dataloader_type: "single" reads the dataset's own (already shuffled) order, "cyclic" shuffles each
             epoch anew.
         num_workers: loader processes per iterator; 0 loads in the caller.
+        fim: fill-in-the-middle of samples, or None.
         data_cache_path: folder of sample indices; None: a folder "cache" beside each corpus.
     """
 
@@ -72,6 +74,7 @@ class DataConfig:
     num_dataset_builder_threads: int = 1
     mmap_bin_files: bool = True
     pin_memory: bool = False
+    fim: FillInTheMiddle | None = None
 
     @property
     def mock(self) -> bool:
@@ -116,6 +119,7 @@ def data_config_from_args(args: Any, tokenizer: Tokenizer) -> DataConfig:
         split=None if per_split is not None else split or DEFAULT_SPLIT,
         dataloader_type=loader,
         pin_memory=_cuda_is_there(),
+        fim=fill_in_the_middle(args, tokenizer),
         **_plain_fields(args),
     )
     return validate_config(config)

@@ -31,6 +31,7 @@ import torch
 from megatron.train.data.cache import Arrays, CacheEntry, cached_arrays
 from megatron.train.data.core_import import import_core_datasets
 from megatron.train.data.files import IndexedFiles, check_ids
+from megatron.train.data.fim import FillInTheMiddle
 from megatron.train.data.index_helpers import build_sample_index
 
 import_core_datasets()
@@ -54,10 +55,12 @@ class SampleConfig(GPTDatasetConfig):
     Attributes:
         cache_folder: where indices are kept; None: beside each corpus.
         files: what check_indexed_files found, by prefix.
+        fim: fill-in-the-middle, or None.
     """
 
     cache_folder: str | None = None
     files: dict[str, IndexedFiles] = field(default_factory=dict)
+    fim: FillInTheMiddle | None = None
 
 
 class VocabularyView:
@@ -96,6 +99,10 @@ class _SampleRules:
         length = int(np.count_nonzero(text != _PADDING)) if text[-1] == _PADDING else len(text)
         lowest, highest = int(text[:length].min()), int(text[:length].max())
         check_ids(lowest, highest, self.config.tokenizer.vocab_size, f"--data-path {self.dataset_path}")
+        if self.config.fim is not None and idx is not None:
+            filled = self.config.fim.apply(text[:length], idx)
+            length = len(filled)
+            text = np.concatenate((filled, np.full(len(text) - length, _PADDING, dtype=text.dtype)))
         return make_sample(text, 0 if idx is None else length, self.config)
 
     def order_digest(self) -> dict[str, object]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
-NO_FIM = "fill-in-the-middle data is not there; prepare such documents beforehand"
-
 TITLE = "Data"
 
 FLAGS: tuple[Flag, ...] = (
@@ -215,17 +213,80 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "use --reset-attention-mask and --reset-position-ids",
     ),
-    refused("--fim-data", Switch.ON, False, NO_FIM),
-    refused("--fim-rate", float, 0.5, NO_FIM),
-    refused("--fim-spm-rate", float, 0.5, NO_FIM),
-    refused("--fim-eod-token", str, "<|endoftext|>", NO_FIM),
-    refused("--fim-fragment-rate", float, None, NO_FIM),
-    refused("--fim-middle-token", str, "<fim_middle>", NO_FIM),
-    refused("--fim-no-prefix", str, None, NO_FIM),
-    refused("--fim-pad-token", str, "<fim_pad>", NO_FIM),
-    refused("--fim-prefix-token", str, "<fim_prefix>", NO_FIM),
-    refused("--fim-split-sample", str, None, NO_FIM),
-    refused("--fim-suffix-token", str, "<fim_suffix>", NO_FIM),
+    works(
+        "--fim-data",
+        Switch.ON,
+        False,
+        "Fill-in-the-middle: documents whose middle comes last.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    works(
+        "--fim-rate",
+        float,
+        0.5,
+        "Share of documents that are cut.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    works(
+        "--fim-spm-rate",
+        float,
+        0.5,
+        "Share of those in the order suffix, prefix, middle.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    no_op("--fim-eod-token", str, "<|endoftext|>", "documents end with the tokenizer's own end of document"),
+    works(
+        "--fim-fragment-rate",
+        float,
+        None,
+        "Share of the fragments of --fim-split-sample that are cut, instead of documents.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    works(
+        "--fim-middle-token",
+        str,
+        "<fim_middle>",
+        "Mark before the middle.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    works(
+        "--fim-no-prefix",
+        str,
+        None,
+        "Documents that begin with this text stay.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    no_op("--fim-pad-token", str, "<fim_pad>", "padding is known by its place and has no loss"),
+    works(
+        "--fim-prefix-token",
+        str,
+        "<fim_prefix>",
+        "Mark before the prefix.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    works(
+        "--fim-split-sample",
+        str,
+        None,
+        "Token that parts documents into fragments.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
+    works(
+        "--fim-suffix-token",
+        str,
+        "<fim_suffix>",
+        "Mark before the suffix.",
+        "train/data/fim.py",
+        test="train/data/test_fim.py",
+    ),
     refused("--sft", Switch.ON, False, "fine-tuning on conversations is not there"),
     refused(
         "--sft-tokenizer-prompt-format",
