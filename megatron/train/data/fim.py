@@ -1,7 +1,7 @@
 """Fill-in-the-middle: documents whose middle comes last, so that a model learns to infill (--fim-data).
 
 https://arxiv.org/abs/2207.14255. A document (a sample's tokens between two ends of document) is taken with probability
-`rate`: its text is cut at two random characters, and each part is tokenised for itself. In prefix-suffix-middle order it
+`rate`: its text is cut at two random characters, and each part tokenised for itself. In prefix-suffix-middle order it
 becomes <prefix> prefix <suffix> suffix <middle> middle; with probability `spm_rate` <prefix> <suffix> suffix
 <middle> prefix middle. Samples keep their length: what grows over the end is cut off, what is missing is padding.
 
