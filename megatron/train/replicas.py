@@ -8,7 +8,7 @@ nothing to compare.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def weight_hashes(named_parameters: Iterable[tuple[str, Tensor]], *, expert: boo
             continue
         shard: tuple[int, ...] = ()
         if isinstance(parameter, DTensor):
-            coordinate = parameter.device_mesh.get_coordinate() or []
+            coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or ()
             pairs = zip(parameter.placements, coordinate, strict=True)
             shard = tuple(at for placement, at in pairs if not isinstance(placement, Replicate))
         found[name, shard] = _checksum(local_tensor(parameter))
@@ -66,4 +66,4 @@ def _compare(everyone: list[dict[Key, int]], ranks: list[int]) -> None:
 
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.cpu().numpy())
+    return zlib.crc32(memoryview(flat.cpu().numpy()))
