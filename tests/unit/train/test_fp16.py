@@ -69,7 +69,10 @@ def test_muon_and_narrow_states_do_not_depend_on_sharding(tmp_path: Path) -> Non
     """Each matrix whole on one rank gives what every rank with every matrix gives; so do averages in 16 bits, which a
     checkpoint keeps.
     """
-    muon = "--optimizer dist_muon --muon-nesterov --train-iters 3 --eval-iters 0 --lr-decay-iters 3"
+    muon = (
+        "--optimizer dist_muon --muon-nesterov --train-iters 3 --eval-iters 0 --lr-decay-iters 3 --global-batch-size 4 "
+        "--hidden-dropout 0 --attention-dropout 0"
+    )
     narrow = (
         "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --train-iters 4 --eval-iters 0 "
         "--lr-decay-iters 4"
