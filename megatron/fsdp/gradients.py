@@ -4,7 +4,8 @@ Note [Gradient buffers]
 - `full_grad`: flat, full size; a temporary of one microbatch in the wire dtype, or persistent in the grad dtype.
 - `deferred`: flat, full size, grad dtype; whole gradients of microbatches whose communication was deferred.
 - `partial`: this rank's part, summed over the inner axis and scaled, still partial over the outer one.
-- `grad`: this rank's part, what the `.grad` of the sharded parameters are views of.
+- `grad`: this rank's part, what the `.grad` of the sharded parameters are views of. They alone keep it alive:
+  `zero_grad()` frees it at once.
 
 Note [Scale]
 A fresh gradient, summed over the inner axis, is divided by the gradient divisor once, in `deliver_inner`, before it
@@ -14,10 +15,12 @@ part has been reduced and scaled too.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.sharded_parameter import make_dtensor
 
@@ -35,10 +38,15 @@ class GroupGradients:
         self.full_grad: Tensor | None = None
         self.deferred: Tensor | None = None
         self.partial: Tensor | None = None
-        self.grad: Tensor | None = None
+        self._grad: weakref.ref[Tensor] | None = None
         self.window_open = False
         self._stash: Tensor | None = None
         self._exposed = False  # `full_grad` (persistent) holds reduced gradients
+
+    @property
+    def grad(self) -> Tensor | None:
+        """See Note [Gradient buffers]; None when no `.grad` refers to it."""
+        return None if self._grad is None else self._grad()
 
     # --- the window -------------------------------------------------------------------------------------------
 
@@ -76,8 +84,7 @@ class GroupGradients:
         """A persistent buffer holds reduced gradients and is to take fresh ones: keep what still counts aside."""
         assert self.full_grad is not None
         if any(managed.sharded.grad is not None for managed in self.group.parameters):
-            self._drop_cleared_gradients()
-            self._stash = self.group.main_slot(self.full_grad).clone()
+            self._stash = self._settle().clone()
             for managed in self.group.parameters:
                 managed.sharded.grad = None
         self._exposed = False
@@ -136,9 +143,7 @@ class GroupGradients:
         elif self.partial is not None:
             self.partial.add_(total, alpha=scale)
         elif self.group.comms.outer_gather.size == 1 and self.has_gradients():
-            assert self.grad is not None
-            self._drop_cleared_gradients()
-            self.grad.add_(total, alpha=scale)
+            self._settle().add_(total, alpha=scale)
         else:
             self.partial = torch.empty(total.numel(), dtype=self.group.precision.grad, device=total.device)
             torch.mul(total, scale, out=self.partial)
@@ -152,41 +157,60 @@ class GroupGradients:
             total.add_(self._stash)
             self._stash = None
         elif self.group.placements.gradients_sharded and self.has_gradients():
-            assert self.grad is not None
-            self._drop_cleared_gradients()
-            total.add_(self.grad)
+            total.add_(self._settle())
         # A part of a larger buffer (outer shards) would keep the whole of it alive.
-        self.grad = total.clone() if self.group.placements.outer_sharded else total
+        grad = total.clone() if self.group.placements.outer_sharded else total
+        self._grad = weakref.ref(grad)
         self._exposed = not self.group.placements.gradients_sharded
         for managed in self.group.parameters:
             if managed.requires_grad:
-                self._attach_grad(managed)
+                self._attach_grad(managed, grad)
 
-    def _attach_grad(self, managed: ManagedParameter) -> None:
-        assert self.grad is not None
-        view = self.group.main_rows(self.grad, managed)
+    def _attach_grad(self, managed: ManagedParameter, grad: Tensor) -> None:
+        view = self.group.main_rows(grad, managed)
         gradient = make_dtensor(
             view, managed.info, self.group.spec.mesh, self.group.dtensor_placements(managed)
         )
         if gradient.dtype != managed.sharded.dtype:
             managed.sharded.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
+        gradient._fsdp_flat = grad
         managed.sharded.grad = gradient
 
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a `.grad`."""
         return any(managed.sharded.grad is not None for managed in self.group.parameters)
 
-    def _drop_cleared_gradients(self) -> None:
-        """Zero the parts of `grad` whose `.grad` was set to None while others stayed."""
-        assert self.grad is not None
-        for managed in self.group.parameters:
-            if managed.sharded.grad is None:
-                self.group.main_rows(self.grad, managed).zero_()
+    def _settle(self) -> Tensor:
+        """Return `grad` as the `.grad` are now, and make them views of it again, so that more can be added.
 
-    def drop_if_cleared(self) -> None:
-        """Let go of a gradient shard that no `.grad` refers to any more."""
-        if self.grad is not None and not self.has_gradients():
-            self.grad = None
+        Users may have set some to None (their part begins at zero) or to other tensors (their part is a copy).
+        """
+        grad = self.grad
+        if grad is None:
+            grad = torch.zeros_like(self.group.main, dtype=self.group.precision.grad)
+            self._grad = weakref.ref(grad)
+        for managed in self.group.parameters:
+            current = managed.sharded.grad
+            if getattr(current, "_fsdp_flat", None) is grad:
+                continue
+            rows = self.group.main_rows(grad, managed)
+            if current is None:
+                rows.zero_()
+            else:
+                rows.copy_(current.to_local() if isinstance(current, DTensor) else current)
+            if managed.requires_grad:
+                self._attach_grad(managed, grad)
+        return grad
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply every `.grad`."""
+        grad = self.grad
+        if grad is not None:
+            grad.mul_(factor)
+        for managed in self.group.parameters:
+            current = managed.sharded.grad
+            if current is not None and getattr(current, "_fsdp_flat", None) is not grad:
+                current.mul_(factor)
 
     def discard(self) -> None:
         """Forget all gradients, reduced or not (`zero_grad_buffer`, or after a step that failed)."""
@@ -196,6 +220,6 @@ class GroupGradients:
         self._reset_window()
         self.window_open = False
         self._exposed = False
-        self.grad = self.partial = self.deferred = self._stash = None
+        self._grad = self.partial = self.deferred = self._stash = None
         if self.group.placements.gradients_sharded:
             self.full_grad = None

@@ -82,8 +82,6 @@ class Engine:
             unit.in_forward = False
             if unit.phase is not Phase.IDLE:
                 self.release(unit, force=True)
-            for group in unit.groups:
-                group.gradients.drop_if_cleared()
         self.gather_ahead()
 
     def gather_ahead(self) -> None:

@@ -234,8 +234,7 @@ class FullyShardedDataParallel(nn.Module):
         """Multiply every reduced gradient by `factor`."""
         with torch.no_grad():
             for group in self.groups:
-                if group.gradients.grad is not None:
-                    group.gradients.grad.mul_(factor)
+                group.gradients.scale(factor)
 
     def broadcast_params(self) -> None:
         """Make replicas of main parameters equal to those of their first rank."""
