@@ -22,11 +22,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron.fsdp.observe import GATHERS, REDUCTIONS, Done, Observed, Observer, Pending
 
 # torch 2.13 renamed them.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,14 +50,7 @@ class Traffic:
     bytes: int = 0
 
 
-class Pending(Protocol):
-    """An operation in flight."""
-
-    def poll(self) -> bool:
-        """Start the next phase if the current one has ended, without waiting; True if nothing is left to do."""
-
-    def wait(self) -> None:
-        """Return when the result is usable by the current stream."""
+Wrap = Callable[[Pending], Pending]
 
 
 class Communicator:
@@ -63,7 +58,11 @@ class Communicator:
 
     A size-1 communicator (group None) does nothing. Gathers and reductions get communicators of their own where the
     backend runs one communicator's operations in launch order (see `twin`).
+
+    observer: told of every operation of this process; set it once, before the first.
     """
+
+    observer: ClassVar[Observer | None] = None
 
     def __init__(self, group: dist.ProcessGroup | None, for_reductions: bool = False) -> None:
         self.group = group
@@ -78,7 +77,12 @@ class Communicator:
         """Return the communicator for reductions: the same ranks, operations ordered apart from this one's."""
         group = self.group
         if group is not None and self._operations.ordered and self.backend != "fake":
-            group = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+            group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                use_local_synchronization=True,
+                group_desc=group.group_desc,
+                pg_options=_same_options(group, self.backend),
+            )
         return Communicator(group, for_reductions=True)
 
     def next_tag(self) -> int:
@@ -100,23 +104,33 @@ class Communicator:
         numel = buffer.numel() // self.size
         return buffer.narrow(0, rank * numel, numel)
 
-    def all_gather(self, buffers: Sequence[Tensor]) -> Pending:
-        """Fill each flat buffer with every rank's slot, in place."""
+    def all_gather(self, buffers: Sequence[Tensor], purpose: str = "") -> Pending:
+        """Fill each flat buffer with every rank's slot, in place. purpose: what it serves, for an observer."""
         if self.size == 1:
             return Done()
-        return self._operations.all_gather(self, buffers)
+        tell = self._tell("all_gather", buffers, purpose, GATHERS)
+        return tell(self._operations.all_gather(self, buffers))
 
-    def reduce_scatter(self, buffers: Sequence[Tensor]) -> Reduction:
+    def reduce_scatter(self, buffers: Sequence[Tensor], purpose: str = "") -> Reduction:
         """Sum each flat buffer over the ranks; `Reduction.results` are this rank's slots of the sums."""
         if self.size == 1:
             return Reduction(list(buffers))
-        return self._operations.reduce_scatter(self, buffers)
+        tell = self._tell("reduce_scatter", buffers, purpose, REDUCTIONS)
+        return self._operations.reduce_scatter(self, buffers).observed(tell)
 
-    def all_reduce(self, buffers: Sequence[Tensor]) -> Reduction:
+    def all_reduce(self, buffers: Sequence[Tensor], purpose: str = "") -> Reduction:
         """Sum each flat buffer over the ranks, in place; every rank gets the same bits."""
         if self.size == 1:
             return Reduction(list(buffers))
-        return self._operations.all_reduce(self, buffers)
+        tell = self._tell("all_reduce", buffers, purpose, REDUCTIONS)
+        return self._operations.all_reduce(self, buffers).observed(tell)
+
+    def _tell(self, name: str, buffers: Sequence[Tensor], purpose: str, lane: str) -> Wrap:
+        """Tell the observer of a launch; what comes back wraps the operation, so that its end is told too."""
+        if self.observer is None:
+            return lambda pending: pending
+        flight = self.observer.launched(name, self.group, buffers, purpose, lane)
+        return functools.partial(Observed, self.observer, flight)
 
 
 class MeshCommunicators:
@@ -157,17 +171,6 @@ def mesh_communicators(inner: dist.ProcessGroup, outer: dist.ProcessGroup | None
     return made
 
 
-class Done:
-    """An operation that had nothing to do."""
-
-    def poll(self) -> bool:
-        """Nothing is left to do."""
-        return True
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
 class WorkList:
     """Waits for torch work handles, then runs `after` once (the local part of the operation)."""
 
@@ -202,6 +205,11 @@ class Reduction:
     def poll(self) -> bool:
         """Start the next phase if the current one has ended."""
         return self._pending.poll()
+
+    def observed(self, wrap: Wrap) -> Reduction:
+        """This reduction, its pending operation wrapped."""
+        self._pending = wrap(self._pending)
+        return self
 
     def wait(self) -> None:
         """Wait for the sums."""
@@ -380,6 +388,15 @@ def _operations_of(backend: str) -> Operations:
     raise ValueError(
         f"--distributed-backend {backend!r} is not supported by FSDP; use nccl on GPUs or gloo on CPUs"
     )
+
+
+def _same_options(group: dist.ProcessGroup, backend: str) -> object | None:
+    """Options for a twin of `group`: its stream priority and its NCCL configuration."""
+    if "nccl" not in backend:
+        return None
+    old, new = group._get_backend(torch.device("cuda")).options, dist.ProcessGroupNCCL.Options()
+    new.is_high_priority_stream, new.config = old.is_high_priority_stream, old.config
+    return new
 
 
 def all_equal(value: int, comm: Communicator, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ an optimizer step (seen by a global hook, see optimizer.py), an in-place change 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -139,6 +140,12 @@ class ParamGroup:
         self._allocate()
         self._make_parameters(sources)
         self.use_sharded(force=True)
+
+    @functools.cached_property
+    def label(self) -> str:
+        """The group in words: how many parameters, the first one's name."""
+        more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        return f"{self.parameters[0].name}{more}"
 
     # --- construction ------------------------------------------------------------
 
@@ -307,7 +314,7 @@ class ParamGroup:
         if self.inner is None or not self.is_stale() or self.outer_pending is not None:
             return
         self.comms.outer_gather.slot(self.inner).copy_(self.main)
-        self.outer_pending = self.comms.outer_gather.all_gather([self.inner])
+        self.outer_pending = self.comms.outer_gather.all_gather([self.inner], self.label)
 
     def prepare_gather(self) -> Communicator | None:
         """Fill this rank's part of `compute`; return the ranks to gather it from, None if that was all."""
@@ -388,3 +395,8 @@ class ParamGroup:
     def requires_grad(self) -> bool:
         """Whether any parameter asks for a gradient."""
         return any(managed.requires_grad for managed in self.parameters)
+
+
+def labels(groups: Sequence[ParamGroup]) -> str:
+    """Several groups in words."""
+    return "; ".join(group.label for group in groups)

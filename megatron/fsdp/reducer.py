@@ -8,7 +8,7 @@ import torch
 from torch.profiler import record_function
 
 from megatron.fsdp.collectives import Communicator, Reduction
-from megatron.fsdp.param_group import ParamGroup
+from megatron.fsdp.param_group import ParamGroup, labels
 from megatron.fsdp.streams import Streams
 from megatron.fsdp.unit import Unit
 
@@ -49,7 +49,7 @@ class Reducer:
             for (comm, sharded), members in by_comm.items():
                 with self.streams.reduce():
                     launch = comm.reduce_scatter if sharded else comm.all_reduce
-                    reduction = launch([group.gradients.take_wire() for group in members])
+                    reduction = launch([group.gradients.take_wire() for group in members], labels(members))
                 self._in_flight.append((members, reduction, last))
         self.poll()
         while self._num_temporary() > self.max_reductions:
@@ -89,7 +89,7 @@ class Reducer:
         partials = [group.gradients.partial for group in members if group.gradients.partial is not None]
         if comm.size > 1:
             sharded = members[0].placements.outer_sharded
-            reduction = (comm.reduce_scatter if sharded else comm.all_reduce)(partials)
+            reduction = (comm.reduce_scatter if sharded else comm.all_reduce)(partials, labels(members))
             reduction.wait()
             partials = reduction.results
         results = iter(partials)

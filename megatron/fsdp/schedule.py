@@ -29,7 +29,7 @@ from torch.profiler import record_function
 
 from megatron.fsdp.collectives import Communicator, all_equal
 from megatron.fsdp.order import OrderCheck
-from megatron.fsdp.param_group import ManagedParameter, ParamGroup
+from megatron.fsdp.param_group import ManagedParameter, ParamGroup, labels
 from megatron.fsdp.reducer import Reducer
 from megatron.fsdp.streams import Streams, make_streams
 from megatron.fsdp.unit import Invocation, Phase, Unit
@@ -153,7 +153,7 @@ class Engine:
                 if comm is not None:
                     by_comm.setdefault(comm, []).append(group)
             for comm, members in by_comm.items():
-                pending = comm.all_gather([group.compute for group in members])
+                pending = comm.all_gather([group.compute for group in members], labels(members))
                 for group in members:
                     group.gather_pending = pending
 

@@ -146,10 +146,14 @@ class AuxiliaryLosses:
         assert position == numbers.numel(), "the vector does not fit the model's layers"
         return AuxiliaryReport(losses, loads)
 
-    def end_step(self, report: AuxiliaryReport | None) -> None:
-        """Forget what was recorded and tell those who wait for it (expert biases move); None: update skipped."""
+    def forget(self) -> None:
+        """Drop what was recorded since the last step ended."""
         self._values.clear()
         self._loads.clear()
+
+    def end_step(self, report: AuxiliaryReport | None) -> None:
+        """Forget what was recorded and tell those who wait for it (expert biases move); None: update skipped."""
+        self.forget()
         for call in self._on_step_end:
             call(report)
 

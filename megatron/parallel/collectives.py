@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from megatron.parallel.flight import RECORDER, Flight
+
 # torch 2.13 renamed them and warns of the old names; 2.11 has only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,12 +38,16 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A collective under way; `wait()` gives its result."""
 
-    __slots__ = ("_finish", "_output", "_work")
+    __slots__ = ("_finish", "_flight", "_output", "_work")
 
     def __init__(
-        self, output: Tensor, work: dist.Work | None = None, finish: Callable[[Tensor], Tensor] | None = None
+        self,
+        output: Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+        flight: Flight | None = None,
     ) -> None:
-        self._output, self._work, self._finish = output, work, finish
+        self._output, self._work, self._finish, self._flight = output, work, finish, flight
 
     @property
     def unfinished(self) -> Tensor:
@@ -51,8 +57,12 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Block (on CUDA: the current stream) until the result is there, and return it."""
+        if self._flight is not None:
+            RECORDER.waiting(self._flight)
         if self._work is not None:
             self._work.wait()
+        if self._flight is not None:
+            RECORDER.ended(self._flight)
         return self._output if self._finish is None else self._finish(self._output)
 
 
@@ -63,7 +73,8 @@ def launch_all_reduce(
     if group is None:
         return Pending(x)
     with record_function("parallel.all_reduce"):
-        return Pending(x, dist.all_reduce(x, op=op, group=group, async_op=True))
+        flight = RECORDER.launched("all_reduce", group, (x,))
+        return Pending(x, dist.all_reduce(x, op=op, group=group, async_op=True), flight=flight)
 
 
 def launch_all_gather(x: Tensor, group: ProcessGroup | None) -> Pending:
@@ -73,7 +84,8 @@ def launch_all_gather(x: Tensor, group: ProcessGroup | None) -> Pending:
     with record_function("parallel.all_gather"):
         x = x.contiguous()
         out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        return Pending(out, _all_gather_single(out, x, group=group, async_op=True))
+        flight = RECORDER.launched("all_gather", group, (x,))
+        return Pending(out, _all_gather_single(out, x, group=group, async_op=True), flight=flight)
 
 
 def launch_reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Pending:
@@ -88,12 +100,13 @@ def launch_reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Pending:
     assert x.shape[0] % size == 0, f"{x.shape[0]} rows do not divide by a group of {size}"
     with record_function("parallel.reduce_scatter"):
         x = x.contiguous()
+        flight = RECORDER.launched("reduce_scatter", group, (x,))
         if dist.get_backend(group) == "gloo":
             pieces = torch.empty_like(x)
             work = dist.all_to_all_single(pieces, x, group=group, async_op=True)
-            return Pending(pieces, work, lambda received: _sum_pieces(received, size))
+            return Pending(pieces, work, lambda received: _sum_pieces(received, size), flight)
         out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-        return Pending(out, _reduce_scatter_single(out, x, group=group, async_op=True))
+        return Pending(out, _reduce_scatter_single(out, x, group=group, async_op=True), flight=flight)
 
 
 def launch_all_to_all(
@@ -110,7 +123,9 @@ def launch_all_to_all(
         rows = x.shape[0] if output_splits is None else sum(output_splits)
         out = x.new_empty((rows, *x.shape[1:]))
         splits = [None if s is None else list(s) for s in (output_splits, input_splits)]
-        return Pending(out, dist.all_to_all_single(out, x, splits[0], splits[1], group=group, async_op=True))
+        flight = RECORDER.launched("all_to_all", group, (x,))
+        work = dist.all_to_all_single(out, x, splits[0], splits[1], group=group, async_op=True)
+        return Pending(out, work, flight=flight)
 
 
 def copy_to(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -15,13 +15,14 @@ share one with parameters and gradients, whose traffic they would wait for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.parallel.communicators import CommunicatorOptions
 from megatron.parallel.layout import AXES, ParallelSizes, all_groups, axis_rank, group_ranks
 
 __all__ = ["AXES", "ParallelMesh", "ParallelSizes"]
@@ -42,11 +43,18 @@ class ParallelMesh:
         device_type: "cpu" or "cuda", for `device_mesh`.
         rank: this rank; default: of the default process group. With an explicit rank the mesh can be read on
             paper (size, rank, ranks) without torch.distributed.
+        communicators: options of NCCL's communicators, by axis.
 
     Raises ValueError where the product of the sizes is not the world size.
     """
 
-    def __init__(self, sizes: ParallelSizes, device_type: str = "cpu", rank: int | None = None) -> None:
+    def __init__(
+        self,
+        sizes: ParallelSizes,
+        device_type: str = "cpu",
+        rank: int | None = None,
+        communicators: Mapping[str, CommunicatorOptions] | None = None,
+    ) -> None:
         self.sizes = sizes
         self.device_type = device_type
         if rank is None:
@@ -59,6 +67,7 @@ class ParallelMesh:
                 )
         self.global_rank = rank
         self._groups: dict[_Key, ProcessGroup] = {}
+        self._communicators = communicators or {}
 
     @classmethod
     def single(cls, device_type: str = "cpu") -> ParallelMesh:
@@ -98,7 +107,9 @@ class ParallelMesh:
             self._make_all(axis)
             cut = blocks if _splits_communicators() else [mine]
             whole = all_groups(self.sizes, axis) if _splits_communicators() else [self.ranks(axis)]
-            self._groups[key] = self._make([[ranks[p] for p in sorted(b)] for ranks in whole for b in cut])
+            self._groups[key] = self._make(
+                [[ranks[p] for p in sorted(b)] for ranks in whole for b in cut], axis
+            )
         return self._groups[key] if len(mine) > 1 else None
 
     def subgroup(self, axis: str, positions: Sequence[int]) -> ProcessGroup | None:
@@ -127,7 +138,7 @@ class ParallelMesh:
         """A new group of all ranks for work on the CPU beside training (saving); None for one rank. Every rank must
         ask, at the same point of the program.
         """
-        return None if self.sizes.world == 1 else dist.new_group(backend="gloo")
+        return None if self.sizes.world == 1 else dist.new_group(backend="gloo", group_desc="world on CPU")
 
     def _group(self, axis: str) -> ProcessGroup:
         self._make_all(axis)
@@ -153,13 +164,26 @@ class ParallelMesh:
 
     def _make_axis(self, axis: str) -> ProcessGroup:
         every = _splits_communicators()
-        return self._make(all_groups(self.sizes, axis) if every else [self.ranks(axis)])
+        return self._make(all_groups(self.sizes, axis) if every else [self.ranks(axis)], axis)
 
-    def _make(self, groups: list[list[int]]) -> ProcessGroup:
-        """Make groups of these global ranks; return the one that this rank is in."""
+    def _make(self, groups: list[list[int]], axis: str) -> ProcessGroup:
+        """Make groups of these global ranks; return the one that this rank is in. Messages call them by the axis."""
         local = not _splits_communicators()
-        made = [(ranks, dist.new_group(ranks, use_local_synchronization=local)) for ranks in groups]
+        made = []
+        for ranks in groups:
+            options = self._options(axis)
+            group = dist.new_group(
+                ranks, use_local_synchronization=local, group_desc=axis, pg_options=options
+            )
+            made.append((ranks, group))
         return next(group for ranks, group in made if self.global_rank in ranks)
+
+    def _options(self, axis: str) -> object | None:
+        """What NCCL is told for a group of `axis`; None on other backends and for the defaults."""
+        wanted = self._communicators.get(axis)
+        if wanted is None or "nccl" not in dist.get_backend():
+            return None
+        return wanted.apply(dist.ProcessGroupNCCL.Options())
 
 
 def _splits_communicators() -> bool:

@@ -36,6 +36,11 @@ class StepAuxiliary:
             return torch.zeros(0, dtype=torch.float64, device=device)
         return torch.stack([item.vector(device) for item in self._members]).sum(0)
 
+    def forget(self) -> None:
+        """Drop what the step recorded: it will be run again."""
+        for item in self._members:
+            item.forget()
+
     def finish(self, total: Tensor, num_microbatches: int, *, updated: bool) -> Mapping[str, float]:
         """End the step: biases move where it was an update. Returns numbers for the log; those of one layer have a "/".
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megatron.models.gpt import Embedding, GPTModel
 from megatron.models.init import Initializer
 from megatron.models.moe.experts import global_names
 from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
+from megatron.parallel.communicators import CommunicatorOptions, communicator_options
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 from megatron.parallel.random import RngStreams
 from megatron.train.arguments.fp8 import fp8_settings_from
@@ -42,6 +44,7 @@ from megatron.train.loss_scale import loss_scaler_from_config
 from megatron.train.lr_schedule import OptimizerParamScheduler, schedule_from_config
 from megatron.train.optimizer import MUON_KINDS, build_optimizer, optimizer_config, write_group_map
 from megatron.train.pipeline import PipelineModel, pipeline_plan
+from megatron.train.rerun import RerunOptions
 from megatron.train.step import StepOptions, TrainState
 from megatron.train.tokenizers import Tokenizer, build_tokenizer
 
@@ -104,7 +107,31 @@ def build_mesh(config: TrainConfig, device: torch.device) -> ParallelMesh:
         expert=config.expert_model_parallel_size,
         expert_tensor=config.expert_tensor_parallel_size if config.num_experts else 1,
     )
-    return ParallelMesh(sizes, device.type)
+    return ParallelMesh(sizes, device.type, communicators=communicators_from(config))
+
+
+def communicators_from(config: TrainConfig) -> dict[str, CommunicatorOptions]:
+    """--nccl-communicator-config-path and --high-priority-stream-groups, by axis.
+
+    Raises ValueError naming the flag for a file that cannot be read, or what communicators do not know.
+    """
+    path, groups = config.nccl_communicator_config_path, {}
+    if path:
+        import yaml
+
+        try:
+            groups = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"--nccl-communicator-config-path {path}: {reason}; give a YAML file") from error
+    if not isinstance(groups, dict) or not all(isinstance(value, dict) for value in groups.values()):
+        raise ValueError(f"--nccl-communicator-config-path {path}: no mapping of groups to options")
+    try:
+        return communicator_options(groups, config.high_priority_stream_groups)
+    except ValueError as error:
+        raise ValueError(
+            f"--nccl-communicator-config-path, --high-priority-stream-groups: {error}"
+        ) from error
 
 
 def build_model_config(config: TrainConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -257,6 +284,14 @@ def step_options(config: TrainConfig) -> StepOptions:
         stop_at_nan=config.check_for_nan_in_loss_and_grad,
         count_zeros=config.log_num_zeros_in_grad,
         overlap_experts=config.overlap_moe_expert_parallel_comm,
+        rerun=RerunOptions(
+            mode=config.rerun_mode,
+            spiky_loss=config.check_for_spiky_loss,
+            large_grads=config.check_for_large_grads,
+            injection_rate=config.error_injection_rate,
+            persistent=config.error_injection_type == "persistent_error",
+            tracker=config.result_rejected_tracker_filename,
+        ),
     )
 
 

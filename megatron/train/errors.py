@@ -9,6 +9,9 @@ Note "Who prints": ranks usually fail with the same message at the same time, an
 makes the others fail in their next collective. The rendezvous store counts: the first failing rank prints
 its reason, later ones print only what is new. Before there is a store, ranks other than 0 wait a moment: a
 launcher that sees rank 0 end stops them, and a rank that failed alone still speaks.
+
+Note "All end": the first rank that fails, once it has printed, says so in the store, where the watchdogs of the others
+see it (watchdog.py): also where their communicators would not notice for a long time.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from megatron.train.initialize import record_for_launcher
 USER_EXIT_CODE = 2
 BUG_EXIT_CODE = 1
 PEER_EXIT_CODE = 3
+STALL_EXIT_CODE = 4
+
+FAILED_KEY = "megatron.train.errors/failed"
 
 _ALONE_SECONDS = 2.0
 
@@ -80,8 +86,9 @@ def one_line_errors(rank: int = 0) -> Iterator[None]:
         code, text = _report(error, rank)
         if code != PEER_EXIT_CODE:
             record_for_launcher(text)
-        if _first_to_say(text, rank):
-            print(text, file=sys.stderr, flush=True)
+        announce(text, rank)
+        if code != PEER_EXIT_CODE:
+            _tell_others(rank)
         # Not sys.exit: leaving the interpreter would wait in the destructors of communicators whose peers
         # are at work, and of data-loading threads.
         sys.stderr.flush()
@@ -93,9 +100,27 @@ def _report(error: BaseException, rank: int) -> tuple[int, str]:
         return USER_EXIT_CODE, f"error: {' '.join(str(error).split())}"
     if is_lost_peer(error):
         where = f" ({' '.join(str(error).split())})" if isinstance(error, PipelineError) else ""
-        return PEER_EXIT_CODE, f"error: a rank has gone; its own message says why{where}"
+        return PEER_EXIT_CODE, peer_message(where=where)
     lines = "".join(traceback.format_exception(error))
     return BUG_EXIT_CODE, f"[rank {rank}] {lines}".rstrip()
+
+
+def peer_message(reason: str = "a rank has gone", where: str = "") -> str:
+    """What a rank says that ends because of another."""
+    return f"error: {reason}; its own message says why{where}"
+
+
+def announce(text: str, rank: int) -> None:
+    """Print a reason unless another rank already did (note "Who prints")."""
+    if _first_to_say(text, rank):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _tell_others(rank: int) -> None:
+    """Note "All end"."""
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._get_default_store().compare_set(FAILED_KEY, "", str(rank))
 
 
 def _first_to_say(text: str, rank: int) -> bool:

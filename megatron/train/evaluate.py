@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.parallel.flight import Recorded
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.pipeline import PipelineModel
 from megatron.train.step import Batch, LossFunction, masked_loss, model_inputs
@@ -63,6 +64,7 @@ def evaluate(
         sums.zero_()
     group = mesh.group("world")
     if group is not None:
-        dist.all_reduce(sums, group=group)
+        with Recorded("all_reduce", group, (sums,), "the evaluation's loss"):
+            dist.all_reduce(sums, group=group)
     loss, tokens = sums.tolist()
     return EvaluationResult(loss / max(tokens, 1.0), int(tokens))

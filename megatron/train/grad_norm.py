@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.parallel.annotate import annotation_of
+from megatron.parallel.flight import Recorded
 from megatron.parallel.mesh import ParallelMesh
 
 _CHUNK = 1024
@@ -140,7 +141,8 @@ def total_norm(
     if norm_type == 2.0:
         total = sum_of_squares(counted, device)
         if group is not None:
-            dist.all_reduce(total, group=group)
+            with Recorded("all_reduce", group, (total,), "a norm"):
+                dist.all_reduce(total, group=group)
         return total.sqrt()
     if norm_type != math.inf:
         raise ValueError(f"norm_type {norm_type} is not supported; use 2.0 or math.inf")
@@ -150,7 +152,8 @@ def total_norm(
         if local.numel():
             largest = torch.maximum(largest, local.abs().max().double())
     if group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        with Recorded("all_reduce", group, (largest,), "a norm"):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
 
 

@@ -15,13 +15,16 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
+
+from megatron.train.environment import environment_for
 
 
 @dataclass(frozen=True)
@@ -191,11 +194,37 @@ def _set_network(launch: Launch) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def use_deterministic_algorithms() -> None:
-    """--deterministic-mode: the same bits from the same run. To be called before any model is built."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    torch.use_deterministic_algorithms(True)
+def prepare_environment(config: Any, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set what CUDA, NCCL and Transformer Engine need of the environment (environment.py), before they start.
+
+    config: a TrainConfig. Also --deterministic-mode, before any model is built.
+
+    Raises ValueError where the user's environment does harm.
+    """
+    env = os.environ if environ is None else environ
+    if config.device == "cuda" or config.deterministic_mode:
+        env.update(environment_for(config, env))
+    if config.flight_recorder_dump_path:
+        env["TORCH_FR_BUFFER_SIZE"] = str(config.flight_recorder_trace_buffer_size)
+    if config.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+        verify_determinism(env)
+
+
+def verify_determinism(environ: Mapping[str, str]) -> None:
+    """Whether --deterministic-mode holds in this process. Raises RuntimeError where something undid it."""
+    wrong = [
+        name
+        for name, good in (
+            ("torch.use_deterministic_algorithms", torch.are_deterministic_algorithms_enabled()),
+            ("torch.backends.cudnn.benchmark", not torch.backends.cudnn.benchmark),
+            ("CUBLAS_WORKSPACE_CONFIG", environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")),
+            ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"),
+        )
+        if not good
+    ]
+    if wrong:
+        raise RuntimeError(f"--deterministic-mode: {', '.join(wrong)} is not as it must be")
 
 
 def sum_bf16_products_in_fp32() -> None:

@@ -20,13 +20,17 @@ from megatron.train.grad_norm import parameter_norm
 from megatron.train.metrics import Reporter
 from megatron.train.profiler import Profiler
 from megatron.train.replicas import check_replicas
+from megatron.train.report import build_collector, build_timers
 from megatron.train.resume import RunSaver, load_run
 from megatron.train.signals import Deadline, SignalCatcher
-from megatron.train.step import Batch, BatchSize, StepResult, TrainStep
+from megatron.train.step import Batch, BatchSize, StepResult, StepTools, TrainStep
+from megatron.train.watchdog import Watchdog, WatchdogOptions
 
 
-def train(run: Run, reporter: Reporter) -> Progress:
+def train(run: Run, reporter: Reporter, watchdog: Watchdog | None = None) -> Progress:
     """Load, train, evaluate and save as the run's configuration says. Collective. Returns how far it came.
+
+    watchdog: told of phases and iterations.
 
     Raises:
         RunStopped: a loss that is no number, or a checkpoint that cannot be written.
@@ -35,7 +39,7 @@ def train(run: Run, reporter: Reporter) -> Progress:
     config = run.config
     number = config.exit_signal if config.exit_signal_handler else None
     with SignalCatcher(number) as catcher, Profiler(config, run.launch.rank) as profiler:
-        loop = _Loop(run, reporter, catcher, profiler)
+        loop = _Loop(run, reporter, catcher, profiler, watchdog or Watchdog(WatchdogOptions(0.0), 0, 1))
         try:
             return loop.run_all()
         finally:
@@ -55,27 +59,47 @@ def local_batch(batch: Batch, run: Run) -> Batch:
 
 
 class _Loop:
-    def __init__(self, run: Run, reporter: Reporter, catcher: SignalCatcher, profiler: Profiler) -> None:
+    def __init__(
+        self,
+        run: Run,
+        reporter: Reporter,
+        catcher: SignalCatcher,
+        profiler: Profiler,
+        watchdog: Watchdog,
+    ) -> None:
         self.run, self.config = run, run.config
         self.reporter = reporter
         self.catcher = catcher
         self.profiler = profiler
+        self.watchdog = watchdog
         self.deadline = Deadline(run.config.exit_duration_in_mins)
         self.batch_schedule = batch_schedule(run.config)
-        self.step = TrainStep(run.state, run.mesh, step_options(run.config), device=run.device)
+        timers = build_timers(run)
+        self.step = TrainStep(
+            run.state,
+            run.mesh,
+            step_options(run.config),
+            device=run.device,
+            tools=StepTools(timers, run.streams),
+        )
         self.saver = RunSaver(run) if run.config.save else None
+        self.collector = build_collector(run, timers)
+        self.steps_in_interval = 0
         self.progress = Progress()
         self.saved_iteration: int | None = None
         self.evaluated_iteration: int | None = None
 
     def run_all(self) -> Progress:
         """Everything, in order."""
-        self.progress, lines = load_run(self.run)
+        with self.watchdog.phase("loading a checkpoint"):
+            self.progress, lines = load_run(self.run)
+        self.watchdog.beat(self.progress.iteration)
         self.saved_iteration = self.progress.iteration if self.progress.iteration else None
         for line in lines:
             self.reporter.message(line)
         if not self.config.skip_train and self.progress.iteration < (self.config.train_iters or 0):
-            reason = self._train()
+            with self.watchdog.phase("training"):
+                reason = self._train()
             self._save_unless_saved()
             if reason is not None:
                 self._finish_saving()
@@ -97,7 +121,7 @@ class _Loop:
             gc.collect()
         self.run.state.model.train()
         batches = self._batches()
-        self.reporter.start_timer()
+        self._start_clock()
         while self.progress.iteration < self.config.train_iters:
             result = self._iteration(batches)
             reason = self._after_iteration(result)
@@ -105,9 +129,19 @@ class _Loop:
                 return reason
         return None
 
+    def _start_clock(self) -> None:
+        """Training begins, or goes on after something else."""
+        self.reporter.start_timer()
+        self.collector.start()
+
     def _batches(self) -> Iterator[Batch]:
         assert self.run.data.train is not None
-        for batch in self.run.data.train:
+        batches = iter(self.run.data.train)
+        while True:
+            with self.watchdog.phase("reading data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield local_batch(batch, self.run)
 
     def _iteration(self, batches: Iterator[Batch]) -> StepResult | None:
@@ -123,7 +157,10 @@ class _Loop:
             failed = self.saver is not None and self.saver.failed
             stop = self.catcher.received or self.deadline.passed or failed
             result = self.step(batches, size, stop_requested=stop)
-            self.reporter.record(result)
+            self.reporter.record(result, iteration, self.run.state.schedule.lr)
+            for line in result.notes:
+                self.reporter.message(f"iteration {iteration}: {line}")
+            self.steps_in_interval += 1
         self.progress = replace(
             self.progress,
             iteration=iteration,
@@ -131,6 +168,7 @@ class _Loop:
             skipped_iterations=self.progress.skipped_iterations + int(result is None or result.skipped),
         )
         self.profiler.step(iteration)
+        self.watchdog.beat(iteration)
         return result
 
     def _after_iteration(self, result: StepResult | None) -> str | None:
@@ -161,12 +199,15 @@ class _Loop:
         if self.config.log_params_norm:
             parameters = [parameter for _, parameter in self.step.named_parameters]
             norm = float(parameter_norm(parameters, self.run.mesh, self.run.device))
+        extras = self.collector.collect(self.steps_in_interval, self.step.named_parameters, self.run.device)
+        self.steps_in_interval = 0
         self.reporter.report(
             self.progress.iteration,
             self.progress.consumed_train_samples,
             result,
             self.run.state.schedule.lr,
             norm,
+            extras,
         )
 
     def _save_unless_saved(self) -> None:
@@ -180,11 +221,12 @@ class _Loop:
         self.progress = replace(
             self.progress, consumed_valid_samples=valid[0].consumed_samples if valid else 0
         )
-        self._finish_saving()
-        self.reporter.message(self.saver.save(self.progress, persistent=persistent))
+        with self.watchdog.phase("saving a checkpoint"):
+            self._finish_saving()
+            self.reporter.message(self.saver.save(self.progress, persistent=persistent))
         if persistent:
             self.saved_iteration = self.progress.iteration
-        self.reporter.start_timer()
+        self._start_clock()
 
     def _tell_saved(self) -> None:
         for line in [] if self.saver is None else self.saver.news():
@@ -202,7 +244,7 @@ class _Loop:
             name = f"validation ({iterator.name.removeprefix('valid-')})" if several else "validation"
             self.reporter.report_evaluation(self.progress.iteration, name, result)
         self.evaluated_iteration = self.progress.iteration
-        self.reporter.start_timer()
+        self._start_clock()
 
     def _evaluate_all(self) -> None:
         """The losses at the end of the run."""
@@ -220,7 +262,8 @@ class _Loop:
         count = config.eval_iters * (config.eval_global_batch_size // share)
         batches = (local_batch(batch, self.run) for batch in iterator.evaluation(count))
         model = cast(nn.Module, self.run.state.model)
-        return evaluate(model, batches, self.run.mesh, device=self.run.device)
+        with self.watchdog.phase("evaluating"):
+            return evaluate(model, batches, self.run.mesh, device=self.run.device)
 
 
 def _is_multiple(iteration: int, interval: int | None) -> bool:

@@ -1,28 +1,29 @@
-"""What a run tells: Megatron's log lines, a progress bar on a terminal, a JSONL file, tensorboard, wandb.
+"""What a run tells: Megatron's log lines, a progress bar on a terminal, and numbers for files (sinks.py).
 
 Note "Numbers". Throughput counts all tokens that went through the model, masked or not. TFLOP/s is the
-model's own arithmetic (recompute not counted), as Megatron reports it. On a GPU memory is torch's
-allocator, on CPU the process.
+model's own arithmetic (recompute not counted), as Megatron reports it; MFU is its share of what the devices could do
+(https://arxiv.org/abs/2204.02311, appendix B). On a GPU memory is torch's allocator, on CPU the process.
 """
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 
 from megatron.train.evaluate import EvaluationResult
+from megatron.train.interval import Extras
+from megatron.train.sinks import Sink
 from megatron.train.step import StepResult
+from megatron.train.timers import BYTES_PER_MIB
 
-BYTES_PER_MIB = 2**20
+_OF_EVERY_STEP = ("lm_loss", "grad_norm", "learning_rate")
 # Losses and loads of the layers' own (megatron/models/auxiliary.py), in the order of the printed line.
 AUXILIARY = (
     "load_balancing_loss",
@@ -32,100 +33,6 @@ AUXILIARY = (
     "mtp_loss",
     "max_expert_load",
 )
-
-
-class Sink(Protocol):
-    """Somewhere that takes named numbers."""
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
-class JsonLines:
-    """One JSON object a line, appended and flushed, so that a crashed run keeps its numbers.
-
-    A resumed run appends; lines of iterations that it repeats come last and count.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: TextIO = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"--metrics-file {path}: {error.strerror}; give a file that can be written"
-            ) from error
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Append one line."""
-        self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class TensorBoard:
-    """A tensorboard event file; scalars carry Megatron's names."""
-
-    def __init__(self, directory: str, queue_size: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "--tensorboard-dir needs the package tensorboard; pip install tensorboard, or drop the flag"
-            ) from error
-        self._writer = SummaryWriter(log_dir=directory, max_queue=queue_size)
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Add one point to each series."""
-        for name, value in values.items():
-            self._writer.add_scalar(name.replace("_", " "), value, iteration)
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
-class WeightsAndBiases:
-    """A wandb run; offline where there is no key or WANDB_MODE says so (wandb decides)."""
-
-    def __init__(self, options: WandbOptions, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "--wandb-project needs the package wandb; pip install wandb, or drop the flag"
-            ) from error
-        self._run = wandb.init(
-            project=options.project,
-            name=options.name,
-            entity=options.entity,
-            dir=options.directory,
-            config=dict(config),
-            mode=options.mode,
-        )
-
-    def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Log one step."""
-        self._run.log(dict(values), step=iteration)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-@dataclass(frozen=True)
-class WandbOptions:
-    """--wandb-project and its like; mode None leaves the choice to wandb's own settings."""
-
-    project: str
-    name: str | None = None
-    entity: str | None = None
-    directory: str | None = None
-    mode: Literal["online", "offline", "disabled", "shared"] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +48,8 @@ class ReportOptions:
         world_size: ranks.
         show_throughput: print TFLOP/s (--log-throughput).
         per_layer: also write each layer's losses and each expert's load (--moe-per-layer-logging).
+        peak_tflops: of one device at the compute dtype; None where nobody knows it.
+        step_interval: steps between points of the step sinks (--tensorboard-log-interval).
     """
 
     train_iters: int
@@ -151,11 +60,13 @@ class ReportOptions:
     world_size: int
     show_throughput: bool = True
     per_layer: bool = False
+    peak_tflops: float | None = None
+    step_interval: int = 1
 
 
 class Reporter:
     """Collects step results and tells them every `log_interval` iterations. Rank 0 only is given sinks and
-    a stream.
+    a stream. step_sinks: also get loss, gradient norm and learning rate of single steps.
     """
 
     def __init__(
@@ -164,9 +75,10 @@ class Reporter:
         sinks: tuple[Sink, ...] = (),
         stream: TextIO | None = None,
         device: torch.device | str = "cpu",
+        step_sinks: tuple[Sink, ...] = (),
     ) -> None:
         self.options = options
-        self.sinks = sinks
+        self.sinks, self.step_sinks = sinks, step_sinks
         self.stream = stream
         self.device = torch.device(device)
         self._progress = _Progress(stream, options.train_iters) if stream is not None else None
@@ -176,8 +88,12 @@ class Reporter:
         self._start = time.perf_counter()
         self._paused: float | None = None
 
-    def record(self, result: StepResult) -> None:
+    def record(self, result: StepResult, iteration: int = 0, lr: float = 0.0) -> None:
         """Take in one step."""
+        if self.step_sinks and iteration % self.options.step_interval == 0:
+            values = {"lm_loss": result.loss, "grad_norm": result.grad_norm, "learning_rate": lr}
+            for sink in self.step_sinks:
+                sink.write(iteration, values)
         if result.skipped:
             self._skipped += 1
         if result.loss != result.loss:
@@ -200,7 +116,13 @@ class Reporter:
         return iteration % self.options.log_interval == 0
 
     def report(
-        self, iteration: int, samples: int, result: StepResult, lr: float, params_norm: float | None = None
+        self,
+        iteration: int,
+        samples: int,
+        result: StepResult,
+        lr: float,
+        params_norm: float | None = None,
+        extras: Extras | None = None,
     ) -> None:
         """Tell the interval that ends with `iteration`, whose last step gave `result`."""
         steps = len(self._losses) + self._nans
@@ -217,14 +139,21 @@ class Reporter:
             "throughput": options.flops_per_step / seconds / options.world_size / 1e12,
             "skipped_iterations": self._skipped,
             "nan_iterations": self._nans,
+            "world_size": options.world_size,
             **memory_usage(self.device),
         }
+        if options.peak_tflops is not None:
+            values["mfu"] = values["throughput"] / options.peak_tflops
         values |= _shown(result.auxiliary, options.per_layer)
         if result.num_zeros is not None:
             values["num_zeros"] = result.num_zeros
         if params_norm is not None:
             values["params_norm"] = params_norm
         self._tell(training_line(iteration, values, options))
+        if extras is not None:
+            values |= extras.values
+            for line in extras.lines:
+                self._tell(line)
         if self._progress is not None:
             self._progress.update(iteration, values)
         self._write(iteration, values)
@@ -250,7 +179,7 @@ class Reporter:
         """End the progress bar and close the sinks."""
         if self._progress is not None:
             self._progress.close()
-        for sink in self.sinks:
+        for sink in (*self.sinks, *self.step_sinks):
             sink.close()
 
     def _tell(self, text: str) -> None:
@@ -260,6 +189,10 @@ class Reporter:
     def _write(self, iteration: int, values: Mapping[str, float]) -> None:
         for sink in self.sinks:
             sink.write(iteration, values)
+        if self.step_sinks:
+            rest = {name: value for name, value in values.items() if name not in _OF_EVERY_STEP}
+            for sink in self.step_sinks:
+                sink.write(iteration, rest)
 
 
 def _shown(auxiliary: Mapping[str, float], per_layer: bool) -> dict[str, float]:
@@ -276,6 +209,8 @@ def training_line(iteration: int, values: Mapping[str, float], options: ReportOp
     ]
     if options.show_throughput:
         parts.append(f"throughput per GPU (TFLOP/s/GPU): {values['throughput']:.3g}")
+        if "mfu" in values:
+            parts.append(f"MFU: {100.0 * values['mfu']:.1f}%")
     parts += [
         f"tokens/s: {values['tokens_per_second']:.0f}",
         f"learning rate: {values['learning_rate']:.6E}",

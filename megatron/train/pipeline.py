@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from megatron.fsdp import FullyShardedDataParallel
 from megatron.models.backends.base import Backend
 from megatron.models.config import ModelConfig
+from megatron.parallel.flight import Recorded
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pipeline.actions import PipelineShape
 from megatron.parallel.pipeline.stages import StageLayers, StageRequest, place_layers
@@ -88,7 +89,7 @@ def pipeline_plan(config: Any) -> PipelinePlan:
         schedule,
         config.microbatch_group_size_per_vp_stage,
         overlap=config.overlap_p2p_comm,
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=timedelta(minutes=config.distributed_timeout_minutes + 1),  # the watchdog speaks first
     )
 
 
@@ -168,7 +169,8 @@ class PipelineModel(nn.Module):
             local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             with torch.profiler.record_function("train.sum_tied_embedding"), torch.no_grad():
                 if local.numel():
-                    dist.all_reduce(local, group=self._tied_group)
+                    with Recorded("all_reduce", self._tied_group, (local,), "a tied weight's gradient"):
+                        dist.all_reduce(local, group=self._tied_group)
         self._sum_tied = False
 
     def _tied_weight(self) -> Tensor:

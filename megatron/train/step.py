@@ -11,14 +11,14 @@ follows (per-token division, loss scale, clipping) is one factor on the gradient
 
 Note "Numbers that are no numbers". A NaN on one rank makes the sums NaN on all, so all ranks decide alike:
 stop, or skip the update and count it. Parameters, optimizer state and schedule are untouched by a skipped
-step.
+step. Before that a step with such numbers is run again (rerun.py), to tell what comes back from what passes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.annotate import annotation_of
+from megatron.parallel.flight import Recorded
 from megatron.parallel.interleave import Interleaver
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.replicated import sum_replicated_gradients
@@ -37,6 +38,16 @@ from megatron.train.loss_scale import LossScaleConfig, LossScaler
 from megatron.train.lr_schedule import OptimizerParamScheduler
 from megatron.train.overlap import interleave_experts
 from megatron.train.pipeline import PipelineModel
+from megatron.train.rerun import (
+    Attempt,
+    Guard,
+    Numbers,
+    RandomState,
+    RerunOptions,
+    Window,
+    where_not_finite,
+)
+from megatron.train.timers import BACKWARD, BATCH, FORWARD, FORWARD_BACKWARD, GRADIENTS, OPTIMIZER, Timers
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -73,6 +84,7 @@ class StepOptions:
         stop_at_nan: stop at a loss or gradient that is no finite number, else skip the update.
         count_zeros: count the zeros of all gradients.
         overlap_experts: a microbatch's forward takes turns with the backward of the one before (train/overlap.py).
+        rerun: which results are looked at twice.
     """
 
     per_token: bool = False
@@ -80,6 +92,15 @@ class StepOptions:
     stop_at_nan: bool = True
     count_zeros: bool = False
     overlap_experts: bool = False
+    rerun: RerunOptions = field(default_factory=RerunOptions)
+
+
+@dataclass(frozen=True)
+class StepTools:
+    """What a step is watched with. streams: of dropout, whose state a second run needs."""
+
+    timers: Timers = field(default_factory=Timers)
+    streams: Any = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,7 @@ class StepResult:
     """Numbers of one step, the same on every rank.
 
     `loss`: per token, by the rule of the mode. `auxiliary`: losses and loads of the layers' own, by name.
+    `notes`: lines for the log.
     """
 
     loss: float
@@ -105,6 +127,7 @@ class StepResult:
     loss_scale: float
     stop_requested: bool
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def masked_loss(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +155,11 @@ class TrainStep:
         *,
         loss_function: LossFunction = masked_loss,
         device: torch.device | str = "cpu",
+        tools: StepTools | None = None,
     ) -> None:
+        tools = tools or StepTools()
+        self.timers, self.streams = tools.timers, tools.streams
+        self.guard = Guard(options.rerun, mesh.global_rank)
         self.model, self.optimizer = state.model, state.optimizer
         self.schedule, self.scaler = state.schedule, state.scaler
         self.mesh = mesh
@@ -161,8 +188,53 @@ class TrainStep:
         Raises:
             RunStopped: a loss or gradient is no finite number and the options say to stop.
         """
-        losses, tokens = self._forward_backward(batches, size.num_microbatches)
-        with torch.profiler.record_function("train.finish_grad_sync"):
+        window, injected = Window(batches), self.guard.injects()
+        again = self.guard.reruns
+        random_state = RandomState(self.device, self.streams) if again else None
+        attempt = self._attempt(iter(window), size, stop_requested, injected)
+        notes: list[str] = []
+        if random_state is not None and not self._expected(attempt):
+
+            def run_again() -> Attempt:
+                random_state.restore()
+                self.auxiliary.forget()
+                persistent = injected and self.options.rerun.persistent
+                return self._attempt(iter(window), size, attempt.numbers.stop > 0, persistent)
+
+            attempt, notes = self.guard.judge(attempt, run_again, self.named_parameters, self.mesh)
+        numbers, scale = attempt.numbers, self.scaler.scale
+        skipped = attempt.overflow or not math.isfinite(numbers.loss)
+        if skipped and self.options.stop_at_nan and not self._expected(attempt):
+            raise RunStopped(self._explain(attempt, notes))
+        self.scaler.update(attempt.overflow)
+        if not skipped:
+            self.guard.accept(numbers.loss, attempt.norm)
+            self._update(
+                attempt.inverse * clip_coefficient(attempt.norm, self.options.clip_grad), size.samples
+            )
+        everywhere = size.num_microbatches * self.mesh.size("dp")
+        auxiliary = self.auxiliary.finish(numbers.auxiliary, everywhere, updated=not skipped)
+        return StepResult(
+            loss=numbers.loss,
+            grad_norm=attempt.norm,
+            num_zeros=int(numbers.zeros) if self.options.count_zeros else None,
+            num_tokens=int(numbers.tokens),
+            skipped=skipped,
+            loss_scale=scale,
+            stop_requested=numbers.stop > 0,
+            auxiliary=auxiliary,
+            notes=tuple(notes),
+        )
+
+    def _attempt(
+        self, batches: Iterator[Batch], size: BatchSize, stop_requested: bool, injected: bool
+    ) -> Attempt:
+        """Everything up to the decision: gradients, reduced, and the step's numbers."""
+        with self.timers(FORWARD_BACKWARD):
+            losses, tokens = self._forward_backward(batches, size.num_microbatches)
+        if injected:
+            losses = losses * math.nan
+        with self.timers(GRADIENTS), torch.profiler.record_function("train.finish_grad_sync"):
             self.model.finish_grad_sync()
             sum_replicated_gradients(
                 (
@@ -175,26 +247,11 @@ class TrainStep:
         numbers = self._reduce(losses, tokens, stop_requested)
         inverse = self._gradient_factor(numbers.tokens)
         norm = math.sqrt(numbers.squares) * inverse if numbers.squares >= 0 else math.nan
-        overflow = not math.isfinite(norm)
-        skipped = overflow or not math.isfinite(numbers.loss)
-        scale = self.scaler.scale
-        if skipped and self.options.stop_at_nan and not (overflow and self.scaler.config.dynamic):
-            raise RunStopped(self._explain(losses, numbers.loss, norm))
-        self.scaler.update(overflow)
-        if not skipped:
-            self._update(inverse * clip_coefficient(norm, self.options.clip_grad), size.samples)
-        everywhere = size.num_microbatches * self.mesh.size("dp")
-        auxiliary = self.auxiliary.finish(numbers.auxiliary, everywhere, updated=not skipped)
-        return StepResult(
-            loss=numbers.loss,
-            grad_norm=norm,
-            num_zeros=int(numbers.zeros) if self.options.count_zeros else None,
-            num_tokens=int(numbers.tokens),
-            skipped=skipped,
-            loss_scale=scale,
-            stop_requested=numbers.stop > 0,
-            auxiliary=auxiliary,
-        )
+        return Attempt(losses, numbers, inverse, norm, overflow=not math.isfinite(norm))
+
+    def _expected(self, attempt: Attempt) -> bool:
+        """An overflow that a dynamic loss scale is there for."""
+        return attempt.overflow and self.scaler.config.dynamic
 
     def _forward_backward(self, batches: Iterator[Batch], count: int) -> tuple[Tensor, Tensor]:
         """All microbatches; returns their losses (unscaled) and numbers of valid tokens, [num_microbatches]
@@ -208,7 +265,8 @@ class TrainStep:
             )
         made: list[_Forward] = []
         for index in range(count):
-            batch = next(batches)
+            with self.timers(BATCH):
+                batch = next(batches)
             if self._interleaver is None or not made:
                 made.append(self._forward(batch, count))
             else:
@@ -219,7 +277,7 @@ class TrainStep:
         return torch.stack([each.loss for each in made]), torch.stack([each.tokens for each in made])
 
     def _forward(self, batch: Batch, count: int) -> _Forward:
-        with torch.profiler.record_function("train.forward"):
+        with self.timers(FORWARD), torch.profiler.record_function("train.forward"):
             inputs = model_inputs(batch)
             if self.auxiliary.wants_mask:
                 inputs["loss_mask"] = batch["loss_mask"]
@@ -233,7 +291,7 @@ class TrainStep:
     def _run_backward(self, made: _Forward) -> None:
         assert made.root is not None, "a microbatch has one backward"
         root, made.root, made.batch = made.root, None, {}
-        with torch.profiler.record_function("train.backward"):
+        with self.timers(BACKWARD), torch.profiler.record_function("train.backward"):
             root.backward()
 
     def _take_turns(self, batch: Batch, count: int, before: _Forward, interleaver: Interleaver) -> _Forward:
@@ -264,10 +322,11 @@ class TrainStep:
         total = valid.detach().clone()
         group = self.mesh.group("cp")
         if group is not None:
-            dist.all_reduce(total, group=group)
+            with Recorded("all_reduce", group, (total,), "valid tokens"):
+                dist.all_reduce(total, group=group)
         return total
 
-    def _reduce(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> _Numbers:
+    def _reduce(self, losses: Tensor, tokens: Tensor, stop_requested: bool) -> Numbers:
         """Sum the step's numbers over the world (note "One collective, one wait")."""
         # The loss of a data-parallel rank is known to all its tensor-parallel ranks; the first counts.
         counts = float(self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == self.mesh.size("pp") - 1)
@@ -278,36 +337,37 @@ class TrainStep:
         )
         group = self.mesh.group("world")
         if group is not None:
-            dist.all_reduce(vector, group=group)
+            with Recorded("all_reduce", group, (vector,), "the step's numbers"):
+                dist.all_reduce(vector, group=group)
         vector = vector.cpu()
         squares, zeros, loss, valid, stop = vector[:5].tolist()
         if self.options.per_token:
             loss /= max(valid, 1.0)
         else:
             loss /= len(losses) * self.mesh.size("dp")
-        return _Numbers(squares, zeros, loss, valid, stop, vector[5:])
+        return Numbers(squares, zeros, loss, valid, stop, vector[5:])
 
     def _gradient_factor(self, tokens: float) -> float:
         per_token = 1.0 / max(tokens, 1.0) if self.options.per_token else 1.0
         return per_token / self.scaler.scale
 
     def _update(self, factor: float, samples: int) -> None:
-        if factor != 1.0:
-            self.model.scale_gradients(factor)
-        with torch.profiler.record_function("train.optimizer"):
+        with self.timers(OPTIMIZER), torch.profiler.record_function("train.optimizer"):
+            if factor != 1.0:
+                self.model.scale_gradients(factor)
             self.optimizer.step()
         self.schedule.step(samples)
 
-    def _explain(self, losses: Tensor, loss: float, norm: float) -> str:
-        """Where the first non-finite numbers are; the same text on all ranks."""
-        finite = torch.isfinite(losses)
-        microbatches = [index for index, good in enumerate(finite.tolist()) if not good]
-        names = [name for name, parameter in self.named_parameters if not _is_finite(parameter.grad)]
-        findings: list[Any] = [(microbatches, names)]
-        if self.mesh.group("world") is not None:
-            findings = [None] * self.mesh.size("world")
-            dist.all_gather_object(findings, (microbatches, names), group=self.mesh.group("world"))
-        return _explanation(findings, loss, norm)
+    def _explain(self, attempt: Attempt, notes: list[str]) -> str:
+        """Why the run stops; the same text on all ranks."""
+        found = notes[-1:] or [
+            f"the loss is {attempt.numbers.loss} and the gradient norm {attempt.norm}; "
+            f"{where_not_finite(attempt.losses, self.named_parameters, self.mesh)}"
+        ]
+        return (
+            f"{found[0]}. Parameters are untouched. Lower --lr or lengthen the warm-up, or pass "
+            "--no-check-for-nan-in-loss-and-grad to skip such updates"
+        )
 
 
 @dataclass
@@ -318,34 +378,3 @@ class _Forward:
     root: Tensor | None
     loss: Tensor
     tokens: Tensor
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    squares: float
-    zeros: float
-    loss: float
-    tokens: float
-    stop: float
-    auxiliary: Tensor
-
-
-def _is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(torch.isfinite(local_tensor(gradient)).all())
-
-
-def _explanation(findings: Sequence[tuple[list[int], list[str]]], loss: float, norm: float) -> str:
-    parts = [f"the loss is {loss} and the gradient norm {norm}"]
-    bad = [(rank, microbatches) for rank, (microbatches, _) in enumerate(findings) if microbatches]
-    if bad:
-        rank, microbatches = bad[0]
-        parts.append(f"the loss first goes wrong on rank {rank}, microbatch {microbatches[0]}")
-    names = sorted({name for _, found in findings for name in found})
-    if names:
-        rank = next(index for index, (_, found) in enumerate(findings) if names[0] in found)
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        parts.append(f"the gradient of {names[0]} (rank {rank}){more} is not finite")
-    return (
-        "; ".join(parts) + ". Parameters are untouched. Lower --lr or lengthen the warm-up, or pass "
-        "--no-check-for-nan-in-loss-and-grad to skip such updates"
-    )

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from megatron.parallel.context.local import BlockAttention, RowState, accumulation_dtype
 from megatron.parallel.context.plan import BlockPlan
+from megatron.parallel.flight import RECORDER
 
 # Keys and their gradients are in flight at once between the same ranks; the tag keeps them apart where the
 # backend reads it (gloo). NCCL matches by order, which is the same on all ranks.
 _KEYS_TAG, _GRADIENTS_TAG = 0, 1
+_LANES = ("keys and values", "their gradients")
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,15 @@ class _Hop:
             dist.P2POp(dist.isend, tensor, group=task.group, tag=tag, group_peer=(rank + 1) % size),
             dist.P2POp(dist.irecv, self._received, group=task.group, tag=tag, group_peer=(rank - 1) % size),
         ]
+        self._flight = RECORDER.launched("ring hop", task.group, (tensor,), lane=_LANES[tag])
         self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> Tensor:
         """Return what the previous rank sent."""
+        RECORDER.waiting(self._flight)
         for work in self._works:
             work.wait()
+        RECORDER.ended(self._flight)
         self._sent = None
         return self._received
 

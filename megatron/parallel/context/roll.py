@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.flight import Recorded
+
 
 def roll_left(tensor: Tensor, dim: int, group: dist.ProcessGroup | None, fill: float = 0) -> Tensor:
     """Return the part of this rank of the whole sequence moved one position to the left. Not differentiable.
@@ -28,7 +30,8 @@ def roll_left(tensor: Tensor, dim: int, group: dist.ProcessGroup | None, fill: f
     # The first value of both chunks of every rank: what follows the last of some other chunk.
     heads = torch.stack([tensor.select(dim, 0), tensor.select(dim, half)]).contiguous()
     gathered = heads.new_empty(cp, *heads.shape)
-    dist.all_gather_into_tensor(gathered.view(-1), heads.view(-1), group=group)
+    with Recorded("all_gather", group, (heads,), "rolled labels"):
+        dist.all_gather_into_tensor(gathered.view(-1), heads.view(-1), group=group)
     early_next = gathered[rank + 1, 0] if rank + 1 < cp else gathered[rank, 1]
     rolled.select(dim, half - 1).copy_(early_next)
     if rank == 0:

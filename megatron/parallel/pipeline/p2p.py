@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.parallel.flight import MESSAGES, RECORDER, Flight
+
 Message = tuple[Tensor, ...]
 
 _MAX_TENSORS, _MAX_DIMS = 8, 8
@@ -60,7 +62,14 @@ class Receive:
 class Posted:
     """An exchange under way. Keeps what is sent alive."""
 
-    def __init__(self, works: Sequence[Any], received: list[Message | None], sent: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        works: Sequence[Any],
+        received: list[Message | None],
+        sent: Sequence[Tensor],
+        flight: Flight | None = None,
+    ) -> None:
+        self._flight = flight
         self._works = list(works)
         self._sent = list(sent)
         self.received = received
@@ -70,10 +79,14 @@ class Posted:
 
         Raises RuntimeError if a peer is gone or the time is over.
         """
+        if self._flight is not None:
+            RECORDER.waiting(self._flight)
         while self._works:
             work = self._works[0]
             work.wait(timeout) if timeout is not None else work.wait()
             self._works.pop(0)
+        if self._flight is not None:
+            RECORDER.ended(self._flight)
         self._sent.clear()
 
     def is_over(self) -> bool:
@@ -102,6 +115,7 @@ class Channel:
         timeout: timedelta | None = None,
     ) -> None:
         self.group = group
+        self._ranks = dist.get_process_group_ranks(group)
         self.device = device
         if dist.get_backend(group) != "gloo":
             # The first call on a communicator makes it, and only one that all its ranks take part in may.
@@ -134,8 +148,23 @@ class Channel:
             operations += [
                 self._operation(operation, tensor, item.peer) for tensor in tensors if tensor.numel()
             ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Posted(works, received, sent)
+        return self._start(operations, exchange, received, sent)
+
+    def _start(
+        self,
+        operations: list[dist.P2POp],
+        exchange: Sequence[Send | Receive],
+        received: list[Message | None],
+        sent: Sequence[Tensor],
+    ) -> Posted:
+        if not operations:
+            return Posted([], received, sent)
+        peers = ", ".join(
+            f"{'to' if isinstance(item, Send) else 'from'} rank {self._ranks[item.peer]}" for item in exchange
+        )
+        tensors = [operation.tensor for operation in operations]
+        flight = RECORDER.launched("messages", self.group, tensors, peers, MESSAGES)
+        return Posted(dist.batch_isend_irecv(operations), received, sent, flight)
 
     def _operation(self, operation: Any, tensor: Tensor, peer: int) -> dist.P2POp:
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
@@ -152,7 +181,7 @@ class Channel:
             self._operation(dist.isend if isinstance(item, Send) else dist.irecv, header, item.peer)
             for item, header in zip(exchange, headers, strict=True)
         ]
-        Posted(dist.batch_isend_irecv(operations), [], headers).wait(self.timeout)
+        self._start(operations, exchange, [], headers).wait(self.timeout)
         return [decode_header(header) if isinstance(item, Receive) else None
                 for item, header in zip(exchange, headers, strict=True)]  # fmt: skip
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.parallel.flight import Recorded
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -98,7 +100,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with Recorded("all_gather_object", self.group, purpose="checkpoint"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
@@ -122,7 +125,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=self._first, group=self.group)
+        with Recorded("gather_object", self.group, purpose="checkpoint"):
+            dist.gather_object(value, values, dst=self._first, group=self.group)
         return values
 
     def _scatter(self, values: Sequence[Any] | None) -> Any:
@@ -130,14 +134,16 @@ class Ranks:
             assert values is not None
             return values[0]
         mine: list[Any] = [None]
-        dist.scatter_object_list(
-            mine, None if values is None else list(values), src=self._first, group=self.group
-        )
+        with Recorded("scatter_object_list", self.group, purpose="checkpoint"):
+            dist.scatter_object_list(
+                mine, None if values is None else list(values), src=self._first, group=self.group
+            )
         return mine[0]
 
     def _broadcast(self, value: Any) -> Any:
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=self._first, group=self.group)
+        with Recorded("broadcast_object_list", self.group, purpose="checkpoint"):
+            dist.broadcast_object_list(values, src=self._first, group=self.group)
         return values[0]

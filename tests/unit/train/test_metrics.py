@@ -12,16 +12,8 @@ import pytest
 import torch
 
 from megatron.train.evaluate import EvaluationResult
-from megatron.train.metrics import (
-    JsonLines,
-    Reporter,
-    ReportOptions,
-    TensorBoard,
-    WandbOptions,
-    WeightsAndBiases,
-    memory_usage,
-    training_line,
-)
+from megatron.train.metrics import Reporter, ReportOptions, memory_usage, training_line
+from megatron.train.sinks import JsonLines, TensorBoard, WandbOptions, WeightsAndBiases
 from megatron.train.step import StepResult
 
 OPTIONS = ReportOptions(

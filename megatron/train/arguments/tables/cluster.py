@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, works
 
 TITLE = "Processes and communication"
 
@@ -25,11 +25,18 @@ FLAGS: tuple[Flag, ...] = (
         "--distributed-timeout-minutes",
         int,
         10,
-        "How long a collective may take.",
+        "How long a rank may make no progress before the watchdog says why and ends the run.",
         "train/main.py",
         test="train/test_arguments_scripts.py",
     ),
-    not_yet("--distributed-timeout-seconds-after-init", int, None, "use --distributed-timeout-minutes"),
+    works(
+        "--distributed-timeout-seconds-after-init",
+        int,
+        None,
+        "The same in seconds, for the time after the run was built; 0 turns the watchdog off.",
+        "train/main.py",
+        test="train/test_faults.py",
+    ),
     no_op(
         "--disable-gloo-process-groups",
         Switch.OFF,
@@ -48,11 +55,22 @@ FLAGS: tuple[Flag, ...] = (
             "dp_replica",
         ),
     ),
-    not_yet(
-        "--nccl-communicator-config-path", str, None, "options of NCCL communicators are not set by file"
+    works(
+        "--nccl-communicator-config-path",
+        str,
+        None,
+        "YAML file: group -> option of NCCL's communicator -> value.",
+        "train/build.py",
+        test="train/test_environment.py",
     ),
-    not_yet(
-        "--high-priority-stream-groups", str, [], "priorities of communication streams are not set", nargs="+"
+    works(
+        "--high-priority-stream-groups",
+        str,
+        [],
+        "Groups whose collectives run on streams of high priority.",
+        "train/build.py",
+        test="train/test_environment.py",
+        nargs="+",
     ),
     no_op(
         "--create-all-gather-group",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_RERUN = "rerunning a faulty step is planned; use --rerun-mode disabled"
-NO_WATCHDOG = "the watchdog is planned; --distributed-timeout-minutes ends a hanging run"
+ONE_FILE = "a dump is made once, when the watchdog ends the run"
 
 TITLE = "Determinism and faults"
 
@@ -14,35 +13,56 @@ FLAGS: tuple[Flag, ...] = (
         "--deterministic-mode",
         Switch.ON,
         False,
-        "Bit-equal runs: deterministic kernels only.",
-        "train/main.py",
-        test="train/test_arguments_scripts.py",
+        "Bit-equal runs: deterministic kernels only; docs/concepts/determinism.md.",
+        "train/initialize.py",
+        test="train/test_environment.py",
     ),
-    not_yet(
+    works(
         "--rerun-mode",
         str,
         "validate_results",
-        NO_RERUN,
+        "Run a step with a faulty result again, which tells a repeatable fault from a passing one; report_stats runs"
+        " every step twice.",
+        "train/build.py",
+        test="train/test_rerun.py",
         choices=(
             "disabled",
             "validate_results",
             "report_stats",
         ),
-        also_accepted=("disabled",),
     ),
-    not_yet("--error-injection-rate", int, 0, NO_RERUN),
-    not_yet(
+    works(
+        "--error-injection-rate",
+        int,
+        0,
+        "For tests of --rerun-mode: one step in so many gets a wrong loss on a rank.",
+        "train/build.py",
+        test="train/test_rerun.py",
+    ),
+    works(
         "--error-injection-type",
         str,
         "transient_error",
-        NO_RERUN,
+        "Whether an injected fault comes back in the second run.",
+        "train/build.py",
+        test="train/test_rerun.py",
         choices=(
             "correct_result",
             "transient_error",
             "persistent_error",
         ),
+        refused_values=(
+            ("correct_result", "a right result is never looked at again; use --rerun-mode report_stats"),
+        ),
     ),
-    not_yet("--result-rejected-tracker-filename", str, None, NO_RERUN),
+    works(
+        "--result-rejected-tracker-filename",
+        str,
+        None,
+        "File that gets a JSON line for each faulty result.",
+        "train/build.py",
+        test="train/test_rerun.py",
+    ),
     refused("--batch-invariant-mode", Switch.ON, False, "batch-invariant kernels belong to inference"),
     refused(
         "--batch-invariant-backend",
@@ -56,30 +76,55 @@ FLAGS: tuple[Flag, ...] = (
         ),
     ),
     not_yet("--gpu-sniff-test-interval", int, None, "the self-test of GPUs is not there"),
-    not_yet("--flight-recorder-dump-path", str, None, NO_WATCHDOG),
-    not_yet("--flight-recorder-include-stack-trace", Switch.ON, False, NO_WATCHDOG),
-    not_yet("--flight-recorder-trace-buffer-size", int, 2000, NO_WATCHDOG),
-    not_yet(
+    works(
+        "--flight-recorder-dump-path",
+        str,
+        None,
+        "Where torch's flight recorder is written when a run hangs; the rank is appended.",
+        "train/main.py",
+        test="train/test_faults.py",
+    ),
+    works(
+        "--flight-recorder-include-stack-trace",
+        Switch.ON,
+        False,
+        "With stacks in that file.",
+        "train/main.py",
+        test="train/test_faults.py",
+    ),
+    works(
+        "--flight-recorder-trace-buffer-size",
+        int,
+        2000,
+        "Collectives that torch's flight recorder keeps, with --flight-recorder-dump-path.",
+        "train/initialize.py",
+        test="train/test_faults.py",
+    ),
+    works(
         "--no-flight-recorder-dump-on-timeout",
         Switch.OFF,
         True,
-        NO_WATCHDOG,
+        "No file when a run hangs; the watchdog's own words still come.",
+        "train/main.py",
+        test="train/test_faults.py",
         aliases=("--disable-flight-recorder-dump-on-timeout",),
         dest="flight_recorder_dump_on_timeout",
     ),
-    not_yet(
+    no_op(
         "--no-flight-recorder-extra-dump-on-exec",
         Switch.OFF,
         True,
-        NO_WATCHDOG,
+        ONE_FILE,
         aliases=("--disable-flight-recorder-extra-dump-on-exec",),
         dest="flight_recorder_extra_dump_on_exec",
     ),
-    not_yet(
+    works(
         "--no-flight-recorder-include-only-active",
         Switch.OFF,
         True,
-        NO_WATCHDOG,
+        "Collectives that ended are in that file too.",
+        "train/main.py",
+        test="train/test_faults.py",
         aliases=("--disable-flight-recorder-include-only-active",),
         dest="flight_recorder_include_only_active",
     ),

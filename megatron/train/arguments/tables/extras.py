@@ -51,4 +51,20 @@ FLAGS: tuple[Flag, ...] = (
         "train/report.py",
         test="train/test_main.py",
     ),
+    works(
+        "--log-norms-per-parameter",
+        Switch.ON,
+        False,
+        "The norm of every parameter and of its gradient, in files, at every --log-interval.",
+        "train/report.py",
+        test="train/test_observe.py",
+    ),
+    works(
+        "--peak-tflops",
+        float,
+        None,
+        "TFLOP/s that one device can do, for the share of it that is used (MFU); known GPUs need it not.",
+        "train/report.py",
+        test="train/test_observe.py",
+    ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
 
-NO_STRAGGLERS = "the report of slow ranks is planned; use --profile"
+NO_TOGGLE = "the report of --log-straggler cannot be switched during a run; leave that flag out"
 NO_ONE_LOGGER = "One Logger is not used"
 NO_OTEL = "use tensorboard, wandb or metrics.jsonl"
 
@@ -47,27 +47,45 @@ FLAGS: tuple[Flag, ...] = (
     not_yet("--log-memory-interval", int, None, "memory is reported at every --log-interval"),
     not_yet("--log-device-memory-used", Switch.ON, False, "memory is that of this process"),
     not_yet("--log-energy", Switch.ON, False, "energy is not measured"),
-    no_op(
+    works(
         "--log-timers-to-tensorboard",
         Switch.ON,
         False,
-        "the time of an iteration is always there; its phases are seen with --profile",
+        "The phases' times, which --timing-log-level asks for, go to tensorboard and wandb too.",
+        "train/report.py",
+        test="train/test_observe.py",
     ),
-    no_op("--log-memory-to-tensorboard", Switch.ON, False, "memory is always among the numbers"),
-    no_op(
-        "--log-validation-ppl-to-tensorboard", Switch.ON, False, "the perplexity is always among the numbers"
+    works(
+        "--log-memory-to-tensorboard",
+        Switch.ON,
+        False,
+        "Each phase's memory is measured, and goes to tensorboard and wandb too.",
+        "train/report.py",
+        test="train/test_observe.py",
     ),
-    no_op(
+    works(
+        "--log-validation-ppl-to-tensorboard",
+        Switch.ON,
+        False,
+        "The perplexity of an evaluation goes to tensorboard and wandb too.",
+        "train/report.py",
+        test="train/test_observe.py",
+    ),
+    works(
         "--log-world-size-to-tensorboard",
         Switch.ON,
         False,
-        "the number of ranks is in the log and in the configuration",
+        "The number of ranks goes to tensorboard and wandb too.",
+        "train/report.py",
+        test="train/test_observe.py",
     ),
-    no_op(
+    works(
         "--no-log-loss-scale-to-tensorboard",
         Switch.OFF,
         True,
-        "the loss scale is always among the numbers",
+        "The loss scale does not go to tensorboard and wandb.",
+        "train/report.py",
+        test="train/test_observe.py",
         aliases=("--disable-log-loss-scale-to-tensorboard",),
         dest="log_loss_scale_to_tensorboard",
     ),
@@ -79,13 +97,22 @@ FLAGS: tuple[Flag, ...] = (
         "train/profiler.py",
         test="train/test_arguments_scripts.py",
     ),
-    not_yet("--tensorboard-log-interval", int, 1, "a point is written at every --log-interval"),
+    works(
+        "--tensorboard-log-interval",
+        int,
+        1,
+        "Steps between points of loss, gradient norm and learning rate in tensorboard and wandb; all other numbers come"
+        " at every --log-interval.",
+        "train/report.py",
+        test="train/test_observe.py",
+    ),
     works(
         "--tensorboard-queue-size",
         int,
         1000,
         "Points that tensorboard keeps before it writes.",
         "train/report.py",
+        test="train/test_observe.py",
     ),
     works(
         "--wandb-project",
@@ -119,40 +146,60 @@ FLAGS: tuple[Flag, ...] = (
         "train/report.py",
         test="train/test_arguments_scripts.py",
     ),
-    no_op(
+    works(
         "--timing-log-level",
         int,
         0,
-        "phases are seen with --profile, the log has the time of an iteration",
+        "Phases of a step that are timed: 1 forward-backward, reduction and optimizer; 2 also each microbatch's.",
+        "train/report.py",
+        test="train/test_observe.py",
         choices=(
             0,
             1,
             2,
         ),
     ),
-    no_op(
+    works(
         "--timing-log-option",
         str,
         "minmax",
-        "phases are seen with --profile, the log has the time of an iteration",
+        "What of the ranks' times is printed: the largest, the smallest and largest, or all.",
+        "train/report.py",
+        test="train/test_observe.py",
         choices=(
             "max",
             "minmax",
             "all",
         ),
     ),
-    no_op(
+    works(
         "--no-barrier-with-level-1-timing",
         Switch.OFF,
         True,
-        "phases are seen with --profile, the log has the time of an iteration",
+        "Ranks do not meet before each phase of level 1, whose times then hold waits for others.",
+        "train/report.py",
+        test="train/test_observe.py",
         dest="barrier_with_L1_time",
     ),
     works("--logging-level", int, None, "Level of Python's logging.", "train/main.py"),
-    not_yet("--log-straggler", Switch.ON, False, NO_STRAGGLERS),
-    not_yet("--disable-straggler-on-startup", Switch.ON, False, NO_STRAGGLERS),
-    not_yet("--straggler-ctrlr-port", int, 65535, NO_STRAGGLERS),
-    not_yet("--straggler-minmax-count", int, 1, NO_STRAGGLERS),
+    works(
+        "--log-straggler",
+        Switch.ON,
+        False,
+        "Name the slowest and fastest ranks at every --log-interval.",
+        "train/report.py",
+        test="train/test_observe.py",
+    ),
+    refused("--disable-straggler-on-startup", Switch.ON, False, NO_TOGGLE),
+    refused("--straggler-ctrlr-port", int, 65535, NO_TOGGLE),
+    works(
+        "--straggler-minmax-count",
+        int,
+        1,
+        "How many slow and fast ranks --log-straggler names.",
+        "train/report.py",
+        test="train/test_observe.py",
+    ),
     no_op("--no-one-logger", Switch.OFF, True, NO_ONE_LOGGER, dest="enable_one_logger"),
     no_op("--one-logger-async", Switch.ON, False, NO_ONE_LOGGER),
     no_op("--one-logger-project", str, "megatron-lm", NO_ONE_LOGGER),
