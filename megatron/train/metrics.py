@@ -149,11 +149,13 @@ class Reporter:
             values["num_zeros"] = result.num_zeros
         if params_norm is not None:
             values["params_norm"] = params_norm
+        extras = extras or Extras()
+        # Where phases reset the allocator's peak, theirs is the largest.
+        values["memory_mib"] = max(values["memory_mib"], extras.values.get("memory/largest", 0.0))
         self._tell(training_line(iteration, values, options))
-        if extras is not None:
-            values |= extras.values
-            for line in extras.lines:
-                self._tell(line)
+        values |= extras.values
+        for line in extras.lines:
+            self._tell(line)
         if self._progress is not None:
             self._progress.update(iteration, values)
         self._write(iteration, values)

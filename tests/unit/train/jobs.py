@@ -49,8 +49,8 @@ class _Recorder:
         self.outcome = outcome
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        timed = {"iteration_time", "tokens_per_second", "throughput", "memory_mib"}
-        kept = {name: value for name, value in values.items() if name not in timed}
+        timed = ("iteration_time", "tokens_per_second", "throughput", "memory_mib", "time/", "straggler/")
+        kept = {name: value for name, value in values.items() if not name.startswith(timed)}
         self.outcome.numbers.append({"iteration": iteration, **kept})
 
     def close(self) -> None:
