@@ -165,7 +165,7 @@ class FlightRecorder:
 
     def _lane(self, group: dist.ProcessGroup | None, suffix: str) -> Lane:
         group = dist.group.WORLD if group is None else group
-        lanes = self._known.setdefault(group, {})
+        lanes = self._known.setdefault(self if group is None else group, {})
         if suffix not in lanes:
             name = getattr(group, "group_desc", "") or ""
             name = {"default_pg": "world", "undefined": "", "": ""}.get(name, name) or "group"
