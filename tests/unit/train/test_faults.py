@@ -254,7 +254,7 @@ def test_nan_on_one_rank_is_named() -> None:
 
 def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     """SIGTERM to one rank: all save the same iteration and end with 0."""
-    words = [*TINY, *QUIET, *WATCHED, "--exit-signal-handler", "--save", str(tmp_path)]
+    words = [*TINY, *QUIET, *WATCHED, "--exit-signal-handler", "--async-save", "--save", str(tmp_path)]
     with start(2, words) as started:
         started.wait_for("iteration        2/")
         started.signal(1, signal.SIGTERM)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests import launch
 from tests.pool import free_port
 from tests.unit.train.jobs import TINY
 
@@ -111,56 +110,43 @@ BAD = {
 def test_bad_input_is_one_line(name: str) -> None:
     flags, message = BAD[name]
     words = [word for word in TINY if not (word == "--mock-data" and "--data-path" in flags)]
-    ended = finish(start(2, [*words, *flags.split()]))
+    with launch.start(2, [*words, *flags.split()]) as run:
+        ended = run.end(LIMIT_SECONDS)
     assert all(code != 0 for code in ended.codes), ended
-    lines = ended.err.strip().splitlines()
-    assert lines and message in lines[0], ended.err
+    lines = ended.all_err.strip().splitlines()
+    assert lines and message in lines[0], ended.all_err
     assert set(lines) == {lines[0]}
     assert lines[0].startswith("error: ")
 
 
-CRASH = """
+RESTART = """
 import os, sys
-sys.argv = ["pretrain_gpt.py", *{words!r}]
 sys.path.insert(0, {root!r})
 from megatron.train import loop, main
-original = loop._Loop._report
-def report(self, result):
-    if self.run.launch.rank == 1 and self.progress.iteration == 2:
+original = loop._Loop._iteration
+def iteration(self, batches):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first and self.progress.iteration == 3 and self.run.launch.rank == 1:
         raise RuntimeError("planted")
-    original(self, result)
-loop._Loop._report = report
+    return original(self, batches)
+loop._Loop._iteration = iteration
 main.main()
 """
 
 
-def test_a_rank_that_crashes_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """O04: its traceback is there, the others say in one line that a rank has gone, nobody exits with 0."""
-    program = tmp_path / "crash.py"
-    program.write_text(CRASH.format(words=[*TINY, "--train-iters", "500"], root=str(ROOT)))
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    (tmp_path / "pretrain_gpt.py").write_text(program.read_text())
-    begin = time.monotonic()
-    ended = finish(start(2, []))
-    assert time.monotonic() - begin < LIMIT_SECONDS
-    assert ended.codes == [3, 1], ended.err
-    assert "RuntimeError: planted" in ended.err
-    assert "error: a rank has gone" in ended.err
-
-
-def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
-    """One rank gets SIGTERM; both agree, save the same iteration and end well."""
-    words = [
-        *TINY,
-        *f"--train-iters 100000 --exit-signal-handler --async-save --save {tmp_path / 'save'}".split(),
-    ]
-    processes = start(2, words)
-    assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        if "iteration        2/" in line:
-            break
-    processes[1].send_signal(signal.SIGTERM)
-    ended = finish(processes)
-    assert ended.codes == [0, 0], ended.err
-    assert "asked for it" in ended.out
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+@pytest.mark.full
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """--max-restarts: a rank fails once after its checkpoint; the second start goes on from there to the end."""
+    program, save = tmp_path / "program.py", str(tmp_path / "save")
+    program.write_text(RESTART.format(root=str(ROOT)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+    words = [*TINY, *f"--train-iters 5 --save {save} --load {save} --save-interval 2".split()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, str(program), *words], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "RuntimeError: planted" in ended.stderr
+    assert "loaded the checkpoint of iteration 2" in ended.stdout
+    assert "iteration        5/" in ended.stdout
