@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 from megatron.train.arguments.values import signal_name
 
 TITLE = "Training"
