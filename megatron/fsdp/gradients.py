@@ -185,10 +185,11 @@ class GroupGradients:
 
         Users may have set some to None (their part begins at zero) or to other tensors (their part is a copy).
         """
-        grad = self.grad
-        if grad is None:
-            grad = torch.zeros_like(self.group.main, dtype=self.group.precision.grad)
-            self._grad = weakref.ref(grad)
+        known = self.grad
+        grad = (
+            known if known is not None else torch.zeros_like(self.group.main, dtype=self.group.precision.grad)
+        )
+        self._grad = weakref.ref(grad)
         for managed in self.group.parameters:
             current = managed.sharded.grad
             if getattr(current, "_fsdp_flat", None) is grad:

@@ -395,8 +395,3 @@ class ParamGroup:
     def requires_grad(self) -> bool:
         """Whether any parameter asks for a gradient."""
         return any(managed.requires_grad for managed in self.parameters)
-
-
-def labels(groups: Sequence[ParamGroup]) -> str:
-    """Several groups in words."""
-    return "; ".join(group.label for group in groups)

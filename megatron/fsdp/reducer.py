@@ -8,9 +8,9 @@ import torch
 from torch.profiler import record_function
 
 from megatron.fsdp.collectives import Communicator, Reduction
-from megatron.fsdp.param_group import ParamGroup, labels
+from megatron.fsdp.param_group import ParamGroup
 from megatron.fsdp.streams import Streams
-from megatron.fsdp.unit import Unit
+from megatron.fsdp.unit import Unit, labels
 
 
 class Reducer:

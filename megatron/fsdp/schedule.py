@@ -29,10 +29,10 @@ from torch.profiler import record_function
 
 from megatron.fsdp.collectives import Communicator, all_equal
 from megatron.fsdp.order import OrderCheck
-from megatron.fsdp.param_group import ManagedParameter, ParamGroup, labels
+from megatron.fsdp.param_group import ManagedParameter, ParamGroup
 from megatron.fsdp.reducer import Reducer
 from megatron.fsdp.streams import Streams, make_streams
-from megatron.fsdp.unit import Invocation, Phase, Unit
+from megatron.fsdp.unit import Invocation, Phase, Unit, labels
 
 
 class Engine:

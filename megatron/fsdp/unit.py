@@ -104,3 +104,8 @@ def _backward_needs_parameters(module: nn.Module) -> bool:
             if getattr(child, "fsdp_backward_needs_parameters", default):
                 return True
     return False
+
+
+def labels(groups: Iterable[ParamGroup]) -> str:
+    """Several groups in words."""
+    return "; ".join(group.label for group in groups)

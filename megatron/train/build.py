@@ -115,7 +115,8 @@ def communicators_from(config: TrainConfig) -> dict[str, CommunicatorOptions]:
 
     Raises ValueError naming the flag for a file that cannot be read, or what communicators do not know.
     """
-    path, groups = config.nccl_communicator_config_path, {}
+    path = config.nccl_communicator_config_path
+    groups: dict[str, Any] = {}
     if path:
         import yaml
 

@@ -66,4 +66,4 @@ def _compare(everyone: list[dict[Key, int]], ranks: list[int]) -> None:
 
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(flat.cpu().numpy()))
+    return zlib.crc32(flat.cpu().numpy().data)

@@ -79,7 +79,8 @@ def _collective(waiters: Sequence[_Waiter], reports: Mapping[int, Report]) -> li
         f"{_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {described(first.lane, first.flight)}"
     )
     for rank in absent:
-        launched = lanes[rank]["launched"] if lanes[rank] else 0
+        lane = lanes[rank]
+        launched = lane["launched"] if lane else 0
         lines.append(
             f"{text}: rank {rank} has not launched it (it launched {launched}); {place(reports[rank])}"
         )
