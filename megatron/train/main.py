@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch:
     if config.disable_bf16_reduced_precision_matmul:
         sum_bf16_products_in_fp32()
     prepare_environment(config)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a library that aborts (gloo, when sizes differ) shows where each thread was
     # The watchdog speaks before a process group ends the run without a reason.
     timeout = max(config.distributed_timeout_minutes, _stall_seconds(config) / 60.0) + _GROUP_MARGIN_MINUTES
     options = ProcessGroupOptions(config.distributed_backend, config.device, timeout)

@@ -63,6 +63,8 @@ def skip_a_collective(rank: int) -> None:
 
     def all_gather(self: Communicator, *args: object) -> object:
         if rank == 1 and next(calls) == 3:
+            for _ in args[0]:  # type: ignore[attr-defined]
+                self.next_tag()  # else gloo takes the next gather for this one, and aborts where sizes differ
             return Done()
         return original(self, *args)  # type: ignore[arg-type]
 
@@ -137,12 +139,13 @@ def mismatch(rank: int) -> None:
 
 
 def test_mismatched_shapes_end_the_run() -> None:
-    """Either the communicator notices, or the watchdog names sizes of both ranks; nobody hangs."""
+    """gloo aborts the rank that receives too much, which shows where it was; the other one says that it has gone."""
     ended = run("mismatch", *WATCHED)
     assert all(code not in (0, None) for code in ended.codes), ended
     words = ended.all_err
-    assert "all_reduce" in words, words
-    assert "the step's numbers" in words or "Traceback" in words
+    assert "Received data size doesn't match expected size" in words, words
+    assert "Fatal Python error: Aborted" in words and " in _reduce" in words, words
+    assert "a rank has gone" in words
 
 
 def raise_in_forward(rank: int) -> None:
@@ -175,9 +178,9 @@ def test_an_exception_ends_all(place: str, tmp_path: Path) -> None:
     assert ended.codes == [3, 1], ended.all_err
     assert ended.err[1].startswith("[rank 1] Traceback"), ended.err[1]
     assert "RuntimeError: planted" in ended.err[1]
-    assert {"forward": "in _microbatch", "backward": "in _microbatch", "save": "in _save"}[
-        place
-    ] in ended.err[1]
+    assert {"forward": "in _forward", "backward": "in _run_backward", "save": "in _save"}[place] in ended.err[
+        1
+    ]
     assert len(ended.err[0].splitlines()) == 1 and "its own message says why" in ended.err[0], ended.err[0]
 
 
@@ -264,8 +267,9 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
 
 
-def test_no_false_alarm_in_a_thousand_steps() -> None:
-    ended_words = ["--train-iters", "1000", "--log-interval", "500", "--num-layers", "1"]
+@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.full)])
+def test_there_is_no_false_alarm(steps: int) -> None:
+    ended_words = ["--train-iters", str(steps), "--log-interval", "50", "--num-layers", "1"]
     with start(2, [*TINY, *QUIET, *ended_words, *WATCHED]) as started:
         ended = started.end(4 * LIMIT)
     assert ended.codes == [0, 0], ended.all_err
