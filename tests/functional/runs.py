@@ -53,14 +53,14 @@ def train_words(rank: int, world: int, words: list[str], hooks: str = "") -> Lin
         from megatron.train.arguments import parse_args, validate
         from megatron.train.build import build_run
         from megatron.train.initialize import Launch as Place
-        from megatron.train.initialize import seed_everything, use_deterministic_algorithms
+        from megatron.train.initialize import prepare_environment, seed_everything
         from megatron.train.loop import train
         from megatron.train.metrics import Reporter
         from megatron.train.report import build_reporter
 
         config = validate(parse_args(words), world, "cpu")
         if config.deterministic_mode:
-            use_deterministic_algorithms()
+            prepare_environment(config, {})
         seed_everything(config.seed)
         sink = _Lines()
         with contextlib.redirect_stdout(io.StringIO()):
