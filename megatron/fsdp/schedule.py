@@ -101,6 +101,8 @@ class Engine:
             unit.in_forward = False
         self.forward_order = self._recording
         self._recording = []
+        if not self._order_agreed and torch.is_grad_enabled():
+            self._agree_on_order()  # before the first backward: a resumed run sums as one that went on
 
     def enter_forward(self, unit: Unit, in_backward: bool) -> None:
         """Gather `unit` for a forward and start the next gathers."""

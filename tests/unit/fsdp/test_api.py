@@ -203,7 +203,7 @@ def bad_use(rank, world_size, kind):
 def test_bad_use_is_named(kind, message):
     """Wrong use is an error on all ranks, never a hang (F09, F11)."""
     with pytest.raises(RankError, match=message):
-        run_ranks(bad_use, 2, kind, timeout=30)
+        run_ranks(bad_use, 2, kind)
 
 
 def bound_optimizer(rank, world_size, bind):

@@ -36,6 +36,8 @@ WORDS = (
 ).split()
 SAVING = "--async-save --save-interval 1 --save-retain-interval 4 --save {0} --load {0}"
 PATIENCE_SECONDS = 300.0
+GRACE_SECONDS = 5.0
+"""For the peers of a killed rank: one that waits for it at the rendezvous would not notice."""
 
 
 @dataclass
@@ -90,10 +92,10 @@ def wait(pids: list[int], seconds: float) -> dict[int, int]:
     return ended
 
 
-def end(pids: list[int], ended: dict[int, int]) -> None:
+def end(pids: list[int], ended: dict[int, int], seconds: float = GRACE_SECONDS) -> None:
     """Wait for the peers of a killed rank, and kill those that do not notice, as a launcher does."""
     left = [pid for pid in pids if pid not in ended]
-    noticed = wait(left, PATIENCE_SECONDS)
+    noticed = wait(left, seconds)
     for pid in left:
         if pid not in noticed:
             os.kill(pid, signal.SIGKILL)
@@ -133,7 +135,7 @@ def main(folder: Path, kills: int, seed: int) -> Attempts:
     reference = folder / "reference"
     saving = SAVING.format(folder / "plain").split()
     pids = start([*WORDS, *saving], reference)
-    end(pids, {})
+    end(pids, {}, PATIENCE_SECONDS)
     duration = time.monotonic() - begin
     root, attempt, number, iteration = folder / "save", folder / "attempt", 0, 0
     words = [*WORDS, *SAVING.format(root).split()]
