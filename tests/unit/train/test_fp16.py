@@ -30,7 +30,7 @@ def test_fp16_runs(tmp_path: Path) -> None:
     rank and halve it, clean ones double it; a resumed run goes on with it.
     """
     dynamic = (
-        f"{SHARDED} --fp16 --initial-loss-scale 536870912 --hysteresis 1 --loss-scale-window 2 --eval-iters 0 "
+        f"{SHARDED} --fp16 --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 2 --eval-iters 0 "
         f"--lr-decay-iters 12 --save {tmp_path}"
     )
     static, exact, first, resumed, straight = outcomes(
@@ -50,7 +50,7 @@ def test_fp16_runs(tmp_path: Path) -> None:
 
     scales, norms = straight[0].series("loss_scale"), straight[0].series("params_norm")
     overflows = [not math.isfinite(norm) for norm in straight[0].series("grad_norm")]
-    assert overflows[0] and not overflows[-1]
+    assert overflows[0] and not all(overflows)  # a doubled scale may be too high again
     for step, overflow in enumerate(overflows[:-1]):
         assert scales[step + 1] in ((scales[step] / 2,) if overflow else (scales[step], scales[step] * 2))
         assert (norms[step + 1] != norms[step]) is not overflows[step + 1]
