@@ -74,6 +74,7 @@ def test_exact_only_where_the_numbers_were_made() -> None:
     assert golden.same_place(here, {**here, "commit": "another"})
     for key in golden.SAME:
         assert not golden.same_place(here, {**here, key: "another"}), key
+    assert not golden.same_place({**here, "runs": 1}, here), "exactness was not shown by a second run"
 
 
 def test_another_place_compares_within_tolerances(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_the_update_stores_nothing_that_differs_between_two_runs(
     assert not well and "two runs differ: lm loss" in lines[0] and not golden.path_of(tmp_path).exists()
     assert update_golden.renew(case, options) == (True, ["new"])
     _, recorded = golden.load(golden.path_of(tmp_path))
-    assert set(golden.SAME) | {"commit"} == set(recorded)
+    assert set(golden.SAME) | {"commit", "runs"} == set(recorded)
 
 
 def test_every_case_has_its_golden_file() -> None:

@@ -54,6 +54,7 @@ def renew(case: Case, options: argparse.Namespace) -> tuple[bool, list[str]]:
     changes = moved(case, results[0][0], options.platform)
     if changes and not options.diff:
         recorded = golden.here(golden.threads_of(case.environment), options.platform)
+        recorded["runs"] = len(results)
         golden.save(golden.path_of(case.folder, options.platform), results[0][0], recorded)
     return True, [*lines, *(changes or ["unchanged"])]
 
