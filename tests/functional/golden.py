@@ -2,8 +2,8 @@
 
 A file golden_values_<platform>.json holds `recorded` (where the numbers come from) and for every metric
 {start_step, end_step, step_interval, values: {"1": number}}. Numbers are held exactly where platform, CPU capability,
-torch and number of threads are those of the file and two runs gave them (`runs`), else within TOLERANCES. Times and memory are recorded to be looked
-at; only a GPU's memory, which its allocator counts, is compared.
+torch and number of threads are those of the file and two runs gave them (`runs`), else within TOLERANCES. Times and
+memory are recorded to be looked at; only a GPU's memory, which its allocator counts, is compared.
 """
 
 from __future__ import annotations
