@@ -138,12 +138,11 @@ def main(folder: Path, kills: int, seed: int) -> Attempts:
     end(pids, {}, PATIENCE_SECONDS)
     duration = time.monotonic() - begin
     root, attempt, number, iteration = folder / "save", folder / "attempt", 0, 0
-    words = [*WORDS, *SAVING.format(root).split()]
-    while not result.errors and (result.kills < kills or iteration or not result.ended):
+    words, killing = [*WORDS, *SAVING.format(root).split()], True
+    while not result.errors and (killing or iteration or not result.ended):
         number += 1
         pids = start(words, attempt)
-        killing = result.kills < kills
-        ended = wait(pids, chance.uniform(0.0, duration) if killing else PATIENCE_SECONDS)
+        ended = wait(pids, chance.uniform(0.0, duration * (1 + number / 10)) if killing else PATIENCE_SECONDS)
         if len(ended) == WORLD:
             check_loaded(attempt, iteration, result)
             if not (attempt / "weights").exists():
@@ -162,6 +161,9 @@ def main(folder: Path, kills: int, seed: int) -> Attempts:
             result.errors.append("an attempt did not end")
         check_loaded(attempt, iteration, result)
         iteration = check_after_kill(root, iteration, result)
+        killing = (
+            result.kills < kills or not result.resumed
+        )  # all of them may have come before the first save
     return result
 
 

@@ -28,5 +28,5 @@ def test_killed_runs_end_as_one_that_was_not(tmp_path: Path, kills: int) -> None
     """K08, K01: during steps, asynchronous saves, retention, start and resume; with dropout on."""
     result = killed(tmp_path, kills)
     assert result["errors"] == []
-    assert result["kills"] == kills
+    assert result["kills"] >= kills
     assert result["resumed"] and result["ended"]
