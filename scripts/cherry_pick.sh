@@ -6,9 +6,4 @@
 #   scripts/cherry_pick.sh COMMIT... --onto core_r0.1 [--dry-run] [--merge]
 #   scripts/cherry_pick.sh --continue | --abort
 set -euo pipefail
-# The tools come from this checkout also while an old branch is checked out that has none.
-tools="$(mktemp -d)"
-trap 'rm -rf "$tools"' EXIT
-mkdir "$tools/scripts"
-cp -r "$(dirname "${BASH_SOURCE[0]}")/release" "$tools/scripts/release"
-PYTHONPATH="$tools${PYTHONPATH:+:$PYTHONPATH}" python3 "$tools/scripts/release/__main__.py" pick "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/release/run.sh" pick "$@"

@@ -5,9 +5,4 @@
 #   scripts/cut_release.sh 0.1 [--dry-run]
 #   scripts/cut_release.sh 0.1.1
 set -euo pipefail
-# The tools come from this checkout also while an old branch is checked out that has none.
-tools="$(mktemp -d)"
-trap 'rm -rf "$tools"' EXIT
-mkdir "$tools/scripts"
-cp -r "$(dirname "${BASH_SOURCE[0]}")/release" "$tools/scripts/release"
-PYTHONPATH="$tools${PYTHONPATH:+:$PYTHONPATH}" python3 "$tools/scripts/release/__main__.py" cut "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/release/run.sh" cut "$@"

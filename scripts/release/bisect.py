@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from scripts.release.git import Git, ReleaseError
-from scripts.release.impact import CASES
+from scripts.release.impact import CASES, config_of
 
 SKIP = 125
 
@@ -17,11 +17,11 @@ SKIP = 125
 def bisect(options: argparse.Namespace, git: Git) -> int:
     """Find it with `git bisect run` in a working tree of its own; yours is not touched."""
     good, bad = git.commit(options.good), git.commit(options.bad)
-    if not git.succeeds("merge-base", "--is-ancestor", good, bad):
+    if not git.holds(bad, good):
         raise ReleaseError(f"--good {options.good} is not an ancestor of --bad {options.bad}")
     values = git.commit(options.values_of) if options.values_of else None
     for commit in (values or good, bad):
-        if not git.succeeds("cat-file", "-e", f"{commit}:{CASES}/{options.case}/model_config.yaml"):
+        if not git.has_file(commit, config_of(options.case)):
             raise ReleaseError(f"{options.case}: no such functional case at {git.subject(commit)}")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -59,7 +59,7 @@ def _judged(tree: Git, script: Path) -> bool:
 def _judge(case: str, command: str, values: str | None) -> str:
     """A script: 0 good, 1 bad, 125 where the case does not exist at this commit."""
     folder = f"{CASES}/{case}"
-    lines = ["set -u", f"[ -f {shlex.quote(folder)}/model_config.yaml ] || exit {SKIP}"]
+    lines = ["set -u", f"[ -f {shlex.quote(config_of(case))} ] || exit {SKIP}"]
     if values:
         lines.append(f"git checkout --quiet {values} -- {shlex.quote(folder)}")
     lines += [command.replace("{case}", shlex.quote(case)), "status=$?"]

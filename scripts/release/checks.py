@@ -39,8 +39,8 @@ def _run(title: str, command: str, git: Git) -> Result:
 
 
 def cases_for(state: State, git: Git) -> list[str]:
-    """The cases to run: what an earlier revert was about first, then what the changed files touch."""
-    changed = git.changed_files(git.run("merge-base", state.onto, state.branch), state.branch)
+    """The cases to run for what is checked out: those of an earlier revert first, then what the changed files touch."""
+    changed = git.changed_files(git.run("merge-base", state.onto, "HEAD"), "HEAD")
     touched = touched_cases(all_cases(git.root), changed)
     return [*dict.fromkeys(state.cases), *(case for case in touched if case not in state.cases)]
 

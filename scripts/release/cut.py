@@ -38,64 +38,41 @@ def cut(options: argparse.Namespace, git: Git) -> int:
         print(f"would release {version} on {branch}, tag {tag}, with:\n" + "\n".join(entries))
         return 0
     git.run("switch", "--quiet", *(["--create", branch, options.main] if patch is None else [branch]))
-    _commit_release(version, entries, git)
+    released = f"## {version} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
+    _commit(f"Release {version}", version, [released], git)
     git.run("tag", "--annotate", tag, "--message", f"Release {version}")
     if patch is None:
         git.run("switch", "--quiet", options.main)
-        _commit_next(f"{major}.{int(minor) + 1}.0.dev0", version, entries, git)
-    git.run("switch", "--quiet", *([] if git.has_branch(came_from) else ["--detach"]), came_from)
+        following = f"{major}.{int(minor) + 1}.0.dev0"
+        _commit(f"Begin {following}", following, [UNRELEASED, released], git)
+    git.go_to(came_from)
     print(f"released {version}: branch {branch}, tag {tag}; nothing was pushed")
     return 0
 
 
 def _entries(base: str, git: Git) -> list[str]:
     """What the changelog says of the release: its Unreleased section, else the subjects since the last release."""
-    text = (
-        git.run("show", f"{base}:CHANGELOG.md")
-        if git.succeeds("cat-file", "-e", f"{base}:CHANGELOG.md")
-        else ""
-    )
+    text = git.find("show", f"{base}:CHANGELOG.md")
     section = re.search(rf"^{UNRELEASED}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     lines = [line for line in section.group(1).strip().split("\n") if line] if section else []
     if lines:
         return lines
-    last = git.run("describe", "--tags", "--abbrev=0", "--match=core_v*", base) if git.succeeds(
-        "describe", "--tags", "--abbrev=0", "--match=core_v*", base
-    ) else ""  # fmt: skip
+    last = git.find("describe", "--tags", "--abbrev=0", "--match=core_v*", base)
     subjects = git.run("log", "--reverse", "--format=- %s", f"{last}..{base}" if last else base)
     return subjects.split("\n") if subjects else ["- nothing changed"]
 
 
-def _write(version: str, changelog: str, git: Git) -> None:
-    setup = git.root / "setup.py"
+def _commit(subject: str, version: str, sections: list[str], git: Git) -> None:
+    """Commit setup.py with `version`, and the changelog with `sections` in place of the Unreleased one."""
+    setup, changelog = git.root / "setup.py", git.root / "CHANGELOG.md"
     text = setup.read_text()
     if not VERSION.search(text):
         raise ReleaseError('setup.py: no version="..." to change')
     setup.write_text(VERSION.sub(f'version="{version}"', text, count=1))
-    (git.root / "CHANGELOG.md").write_text(changelog)
+    text = changelog.read_text() if changelog.exists() else "# Changelog\n"
+    head, _, rest = text.partition("\n## ")
+    older = re.sub(rf"^{UNRELEASED}\n.*?(?=^## |\Z)", "", f"## {rest}", flags=re.MULTILINE | re.DOTALL)
+    parts = [head.rstrip("\n"), *sections, older.strip("\n") if rest else ""]
+    changelog.write_text("\n\n".join(part for part in parts if part) + "\n")
     git.run("add", "setup.py", "CHANGELOG.md")
-
-
-def _changelog(git: Git) -> tuple[str, str]:
-    """(text before the first section, older releases); the Unreleased section is left out."""
-    path = git.root / "CHANGELOG.md"
-    text = path.read_text() if path.exists() else "# Changelog\n"
-    head, _, _ = text.partition("\n## ")
-    older = re.sub(
-        rf"^{UNRELEASED}\n.*?(?=^## |\Z)", "", text[len(head) + 1 :], flags=re.MULTILINE | re.DOTALL
-    )
-    return head.rstrip("\n"), older.strip("\n")
-
-
-def _commit_release(version: str, entries: list[str], git: Git) -> None:
-    head, older = _changelog(git)
-    section = f"## {version} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
-    _write(version, f"{head}\n\n{section}\n" + (f"\n{older}\n" if older else ""), git)
-    git.run("commit", "--quiet", "--message", f"Release {version}")
-
-
-def _commit_next(version: str, released: str, entries: list[str], git: Git) -> None:
-    head, older = _changelog(git)
-    section = f"## {released} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
-    _write(version, f"{head}\n\n{UNRELEASED}\n\n{section}\n" + (f"\n{older}\n" if older else ""), git)
-    git.run("commit", "--quiet", "--message", f"Begin {version}")
+    git.run("commit", "--quiet", "--message", subject)

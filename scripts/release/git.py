@@ -41,18 +41,23 @@ class Git:
         """Whether the command exits with 0."""
         return self._call(*arguments).returncode == 0
 
+    def find(self, *arguments: str) -> str:
+        """Standard output without the last newline; "" if it fails."""
+        done = self._call(*arguments)
+        return "" if done.returncode else done.stdout.rstrip("\n")
+
     def path(self, name: str) -> Path:
         """A file of git's own folder for this working tree."""
         return self.root / self.run("rev-parse", "--git-path", name)
 
     def commit(self, revision: str) -> str:
         """The full name of a commit."""
-        found = self._call("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-        if found.returncode:
+        found = self.find("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+        if not found:
             raise ReleaseError(
                 f"{revision} is not a commit of this repository; fetch first, or check the name"
             )
-        return found.stdout.strip()
+        return found
 
     def subject(self, commit: str) -> str:
         """Abbreviated name and subject."""
@@ -61,6 +66,18 @@ class Git:
     def branch(self) -> str:
         """The branch that is checked out, or the commit where none is."""
         return self.run("branch", "--show-current") or self.run("rev-parse", "HEAD")
+
+    def go_to(self, name: str) -> None:
+        """Check out a branch, or a commit, as `branch()` gave it."""
+        self.run("switch", "--quiet", *([] if self.has_branch(name) else ["--detach"]), name)
+
+    def holds(self, branch: str, commit: str) -> bool:
+        """Whether `commit` is `branch` or an ancestor of it."""
+        return self.succeeds("merge-base", "--is-ancestor", commit, branch)
+
+    def has_file(self, revision: str, name: str) -> bool:
+        """Whether a file exists at a commit."""
+        return self.succeeds("cat-file", "-e", f"{revision}:{name}")
 
     def has_branch(self, name: str) -> bool:
         """Whether a local branch exists."""
@@ -86,12 +103,8 @@ class Git:
         return self.run("diff", "--name-only", base, head).split()
 
     def unmerged(self) -> list[str]:
-        """Files with conflicts."""
-        return self.run("diff", "--name-only", "--diff-filter=U").split("\n") if self.conflicted() else []
-
-    def conflicted(self) -> bool:
-        """Whether files wait for the user."""
-        return bool(self.run("diff", "--name-only", "--diff-filter=U"))
+        """Files with conflicts, which wait for the user."""
+        return self.run("diff", "--name-only", "--diff-filter=U").splitlines()
 
     def picks_of(self, commit: str, branch: str) -> list[str]:
         """Commits of `branch` that were picked from `commit`, newest first."""

@@ -27,6 +27,11 @@ RULES: tuple[tuple[str, str | None], ...] = (
 )
 
 
+def config_of(case: str) -> str:
+    """The file that makes a folder a case."""
+    return f"{CASES}/{case}/model_config.yaml"
+
+
 def all_cases(root: Path) -> dict[str, bool]:
     """Names of all cases, and whether each belongs to the default run."""
     files = sorted((root / CASES).rglob("model_config.yaml"))

@@ -9,12 +9,19 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from scripts.release.checks import check, write_report
+from scripts.release.checks import cases_for, check, write_report
 from scripts.release.git import Git, ReleaseError
 from scripts.release.impact import CASES
 from scripts.release.state import State
 
 CONFLICT, CHECKS_FAILED = 3, 4
+COMMANDS = {"pick": "cherry-pick", "revert": "revert"}
+HEADS = {"cherry-pick": "CHERRY_PICK_HEAD", "revert": "REVERT_HEAD"}
+
+
+def begin(state: State, git: Git, *, only_say: bool) -> int:
+    """Start it, or say what would be done."""
+    return dry_run(state, git) if only_say else start(state, git)
 
 
 def start(state: State, git: Git) -> int:
@@ -32,10 +39,8 @@ def resume(git: Git) -> int:
     if git.branch() != state.branch:
         raise ReleaseError(f"{state.branch} is not checked out; git switch {state.branch}, then --continue")
     if state.stage == "applying":
-        if git.conflicted():
-            raise ReleaseError(
-                "still in conflict: " + ", ".join(git.unmerged()) + "; resolve and git add them"
-            )
+        if conflicts := git.unmerged():
+            raise ReleaseError(f"still in conflict: {', '.join(conflicts)}; resolve and git add them")
         if _in_progress(git):
             _conclude(state, git)
         state.done += 1
@@ -48,23 +53,20 @@ def resume(git: Git) -> int:
 def abort(git: Git) -> int:
     """--abort: back to where it began; the release branch never changed."""
     state = State.load(git)
-    for name in ("cherry-pick", "revert"):
-        if _in_progress(git, name):
-            git.run(name, "--abort")
+    for command in _in_progress(git):
+        git.run(command, "--abort")
     if git.branch() == state.branch:
         git.need_clean()
-    git.run(
-        "switch", "--quiet", *(["--detach"] if not git.has_branch(state.came_from) else []), state.came_from
-    )
+    git.go_to(state.came_from)
     git.run("branch", "--quiet", "-D", state.branch)
     State.clear(git)
     print(f"gave up the {state.kind}; {state.onto} is as it was, {state.came_from} is checked out")
     return 0
 
 
-def _in_progress(git: Git, name: str | None = None) -> bool:
-    heads = {"cherry-pick": "CHERRY_PICK_HEAD", "revert": "REVERT_HEAD"}
-    return any(git.path(heads[each]).exists() for each in ([name] if name else heads))
+def _in_progress(git: Git) -> list[str]:
+    """git's commands that wait for the user."""
+    return [command for command, head in HEADS.items() if git.path(head).exists()]
 
 
 def _conclude(state: State, git: Git) -> None:
@@ -72,7 +74,7 @@ def _conclude(state: State, git: Git) -> None:
     message = state.messages.get(state.commits[state.done])
     _bring_cases(state, git)
     if git.succeeds("diff", "--cached", "--quiet"):
-        git.run("cherry-pick" if state.kind == "pick" else "revert", "--skip")
+        git.run(COMMANDS[state.kind], "--skip")
     elif message:
         git.run("commit", "--quiet", "--message", message)
     else:
@@ -95,10 +97,10 @@ def apply_one(state: State, git: Git) -> bool:
         if done:
             _bring_cases(state, git)
             git.run("commit", "--quiet", "--message", state.messages[commit])
-    if not done and not git.conflicted():
+    if not done and not git.unmerged():
         if not git.succeeds("diff", "--cached", "--quiet"):
             raise RuntimeError(f"git could not apply {git.subject(commit)}")
-        git.run("cherry-pick" if state.kind == "pick" else "revert", "--skip")  # nothing of it is new here
+        git.run(COMMANDS[state.kind], "--skip")  # nothing of it is new here
         return True
     return done
 
@@ -132,19 +134,18 @@ def _check(state: State, git: Git) -> int:
             "with --abort."
         )
         return CHECKS_FAILED
-    back = [] if git.has_branch(state.came_from) else ["--detach"]
     if state.merge:
         git.run("switch", "--quiet", state.onto)
         git.run("merge", "--quiet", "--ff-only", state.branch)
         git.run("branch", "--quiet", "-d", state.branch)
-    git.run("switch", "--quiet", *back, state.came_from)
+    git.go_to(state.came_from)
     State.clear(git)
     where = f"{state.onto} holds" if state.merge else f"branch {state.branch}, ready for review, holds"
     print(f"green: {where} {len(state.commits)} commit(s); the report: {report}")
     return 0
 
 
-def dry_run(state: State, git: Git, cases: list[str]) -> int:
+def dry_run(state: State, git: Git) -> int:
     """Say what would be done, and whether it would apply, in a working tree of its own."""
     print(f"would make {state.branch} from {state.onto} and {state.kind}:")
     with tempfile.TemporaryDirectory() as folder:
@@ -159,6 +160,7 @@ def dry_run(state: State, git: Git, cases: list[str]) -> int:
                     print("    " + "\n    ".join(inside.unmerged()))
                     return CONFLICT
                 state.done += 1
+            cases = cases_for(state, inside)
         finally:
             git.run("worktree", "remove", "--force", str(tree))
     print(f"would run: {state.unit_tests or 'no unit tests'}; cases: {', '.join(cases) or 'none'}")

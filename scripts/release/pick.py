@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from scripts.release.git import Git, ReleaseError
-from scripts.release.impact import all_cases, touched_cases
-from scripts.release.operation import dry_run, start
+from scripts.release.operation import begin
 from scripts.release.state import State
 
 
@@ -27,17 +26,13 @@ def pick(options: argparse.Namespace, git: Git) -> int:
     )  # fmt: skip
     if reland:
         print(f"reverted before; runs first: {', '.join(state.cases)}")
-    if options.dry_run:
-        files = [name for each in commits for name in git.changed_files(f"{each}^", each)]
-        cases = [*dict.fromkeys([*state.cases, *touched_cases(all_cases(git.root), files)])]
-        return dry_run(state, git, cases)
-    return start(state, git)
+    return begin(state, git, only_say=options.dry_run)
 
 
 def in_order(commits: list[str], main: str, git: Git) -> list[str]:
     """The commits in main's order, oldest first; ReleaseError for one that is not on main, a merge or a repetition."""
     for commit in commits:
-        if not git.succeeds("merge-base", "--is-ancestor", commit, main):
+        if not git.holds(main, commit):
             raise ReleaseError(f"{git.subject(commit)}: not on {main}; land it there first")
         if len(git.run("rev-list", "--parents", "-1", commit).split()) > 2:
             raise ReleaseError(f"{git.subject(commit)}: a merge; pick the commits that it brought")
@@ -49,7 +44,7 @@ def in_order(commits: list[str], main: str, git: Git) -> list[str]:
 
 def _cases_to_rerun(commit: str, onto: str, git: Git) -> list[str]:
     """Cases that caused reverts of `commit` on `onto`; ReleaseError if the branch holds the commit already."""
-    holds = len(git.picks_of(commit, onto)) + git.succeeds("merge-base", "--is-ancestor", commit, onto)
+    holds = len(git.picks_of(commit, onto)) + git.holds(onto, commit)
     reverts = git.reverts_of(commit, onto)
     if holds > len(reverts):
         raise ReleaseError(f"{git.subject(commit)}: {onto} has it already")

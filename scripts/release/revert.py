@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from scripts.release.git import Git, ReleaseError
-from scripts.release.impact import CASES, all_cases, touched_cases
-from scripts.release.operation import dry_run, start
+from scripts.release.impact import all_cases, config_of
+from scripts.release.operation import begin
 from scripts.release.state import State
 
 
@@ -17,7 +17,8 @@ def revert(options: argparse.Namespace, git: Git) -> int:
     originals = [git.commit(each) for each in options.commits]
     here = {original: _on_branch(original, options.onto, git) for original in originals}
     case = options.case or ""
-    if case and not _has_case(case, (options.onto, options.main), git):
+    has_case = {each: git.has_file(each, config_of(case)) for each in (options.onto, options.main)}
+    if case and not any(has_case.values()):
         known = ", ".join(all_cases(git.root)) or "none"
         raise ReleaseError(f"--case {case}: no such functional case; there are: {known}")
     git.need_clean()
@@ -30,26 +31,15 @@ def revert(options: argparse.Namespace, git: Git) -> int:
     state = State(
         "revert", commits, options.onto, f"revert/{options.onto}/{commits[0][:10]}", git.branch(),
         options.unit_tests, options.case_command, options.merge, messages=messages, cases=[case] if case else [],
-        bring=git.commit(options.main) if case and not _has_case(case, (options.onto,), git) else "",
+        bring=git.commit(options.main) if case and not has_case[options.onto] else "",
     )  # fmt: skip
-    if options.dry_run:
-        files = [name for each in commits for name in git.changed_files(f"{each}^", each)]
-        return dry_run(
-            state, git, [*dict.fromkeys([*state.cases, *touched_cases(all_cases(git.root), files)])]
-        )
-    return start(state, git)
-
-
-def _has_case(case: str, revisions: tuple[str, ...], git: Git) -> bool:
-    return any(
-        git.succeeds("cat-file", "-e", f"{each}:{CASES}/{case}/model_config.yaml") for each in revisions
-    )
+    return begin(state, git, only_say=options.dry_run)
 
 
 def _on_branch(commit: str, onto: str, git: Git) -> str:
     """The commit of `onto` that brought `commit`: its newest pick, or itself; ReleaseError if there is none now."""
     picks = git.picks_of(commit, onto)
-    is_there = git.succeeds("merge-base", "--is-ancestor", commit, onto)
+    is_there = git.holds(onto, commit)
     if not picks and not is_there:
         raise ReleaseError(f"{git.subject(commit)}: {onto} does not have it; there is nothing to revert")
     if len(picks) + is_there <= len(git.reverts_of(commit, onto)):
