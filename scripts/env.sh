@@ -13,6 +13,9 @@ TRANSFORMER_ENGINE_WHEEL="transformer_engine==2.20.2" # its pure-Python part, fo
 
 say() { printf '%s\n' "$*" >&2; }
 
+# Prints the comment at the top of the calling script.
+show_usage() { sed -n '2,/^set /{/^set /!p}' "$0" | sed 's/^# \{0,1\}//'; }
+
 # Runs "$@" with its output in the log; shows one line with the time it took, or the end of the log.
 _step() {
     local title="$1" start=$SECONDS

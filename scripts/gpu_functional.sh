@@ -7,12 +7,7 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-case "${1:-}" in
-    -h | --help)
-        sed -n '2,/^set /{/^set /!p}' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
-        exit 0
-        ;;
-esac
+case "${1:-}" in -h | --help) show_usage; exit 0 ;; esac
 ensure_environment test || exit 1
 cd "$REPOSITORY_ROOT"
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"

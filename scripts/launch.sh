@@ -9,9 +9,6 @@
 
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-# Prints the comment at the top of the calling script.
-show_usage() { sed -n '2,/^set /{/^set /!p}' "$0" | sed 's/^# \{0,1\}//'; }
-
 # Sets DATA_WORDS for a .bin/.idx prefix and a Hugging Face tokenizer; "mock" stands for random tokens.
 data_words() {
     if [ "$1" = mock ]; then
@@ -36,7 +33,7 @@ launch() {
     command=("$PYTHON" "$program" "$@")
     if [ -n "${SLURM_STEP_NUM_TASKS:-}" ]; then
         nodes="${SLURM_STEP_NUM_NODES:-${SLURM_NNODES:-1}}" node_rank="${SLURM_NODEID:-0}"
-        master="${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" 2>/dev/null | sed -n 1p)}"
+        master="${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}" 2>/dev/null | sed -n 1p || true)}"
     else
         nodes="${NODES:-1}" node_rank="${NODE_RANK:-0}" master="${MASTER_ADDR:-}"
     fi

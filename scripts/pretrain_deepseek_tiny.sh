@@ -9,12 +9,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-case "${1:-}" in
-    -h | --help)
-        sed -n '2,/^set /{/^set /!p}' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
-        exit 0
-        ;;
-esac
+case "${1:-}" in -h | --help) show_usage; exit 0 ;; esac
 folder="${1:-$REPOSITORY_ROOT/runs/deepseek_tiny}"
 [ "$#" -gt 0 ] && shift
 ensure_environment run

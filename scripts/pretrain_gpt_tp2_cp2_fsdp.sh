@@ -11,12 +11,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-case "${1:-}" in
-    -h | --help)
-        sed -n '2,/^set /{/^set /!p}' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
-        exit 0
-        ;;
-esac
+case "${1:-}" in -h | --help) show_usage; exit 0 ;; esac
 ensure_environment run
 cd "$REPOSITORY_ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

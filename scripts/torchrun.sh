@@ -8,7 +8,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 if [ "$#" -lt 2 ] || [ "$1" = -h ] || [ "$1" = --help ]; then
-    sed -n '2,/^set /{/^set /!p}' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    show_usage
     exit $(($# < 2 ? 2 : 0))
 fi
 ranks="$1"

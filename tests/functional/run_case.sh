@@ -12,7 +12,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/scripts/env.sh"
 
 if [ "$#" -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then
-    sed -n '2,/^set /{/^set /!p}' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//'
+    show_usage
     exit $(($# < 1 ? 2 : 0))
 fi
 case_name="$1" output="" platform=cpu compare=yes

@@ -139,7 +139,11 @@ def test_a_tool_runs(command: Command, tmp_path: Path) -> None:
             "--sort",
             "--tokenizer-name",
         }
-    elif command.is_sketch or NEEDS_FILES & set(words[3:]):
+    elif (
+        command.is_sketch
+        or NEEDS_FILES & set(words[3:])
+        or any(word.endswith(".jsonl") for word in words[3:])
+    ):
         assert named_by_a_test(f"tools.{name}") or named_by_a_test(name), f"no test names {name}"
         return
     else:
