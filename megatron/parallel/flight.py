@@ -18,11 +18,13 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 _MAX_PENDING = 64
 _MAX_ASKED = 32
@@ -204,3 +206,13 @@ class Recorded:
         # An exception ends it too: the thread does not wait any more.
         assert self._flight is not None
         RECORDER.ended(self._flight)
+
+
+def all_gather_objects(value: T, group: dist.ProcessGroup | None, purpose: str) -> list[T]:
+    """The `value` of every rank of `group` (None: this rank alone), by rank. Collective, waits, and is recorded."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with Recorded("all_gather_object", group, purpose=purpose):
+        dist.all_gather_object(values, value, group=group)
+    return values

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.parallel.flight import RECORDER
+from megatron.parallel.flight import RECORDER, all_gather_objects
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.grad_norm import counts_here, sum_of_squares
-from megatron.train.rerun import gather_objects
 from megatron.train.timers import Timers, timing_lines, timing_values
 
 NameOf = Callable[[str, Tensor], str]
@@ -74,8 +73,8 @@ class IntervalCollector:
         busy = max(elapsed - (RECORDER.waited - self._waited), 0.0) / steps
         seconds = [value / steps for value in self.timers.take()]
         if seconds or self.options.stragglers:
-            everyone = gather_objects(
-                (socket.gethostname(), busy, seconds), self.mesh, "times of an interval"
+            everyone = all_gather_objects(
+                (socket.gethostname(), busy, seconds), self.mesh.group("world"), "times of an interval"
             )
             if seconds:
                 times = [found[2] for found in everyone]
@@ -127,7 +126,7 @@ def norms_by_parameter(
             weight, gradient = pair.tolist()
             own[name_of(name, parameter)] = (weight, gradient)
     totals: dict[str, tuple[float, float]] = {}
-    for found in gather_objects(own, mesh, "norms of parameters"):
+    for found in all_gather_objects(own, mesh.group("world"), "norms of parameters"):
         for name, (weight, gradient) in found.items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + weight, before[1] + gradient)

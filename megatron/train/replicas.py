@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.parallel.annotate import annotation_of
+from megatron.parallel.flight import all_gather_objects
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.errors import RunStopped
 from megatron.train.grad_norm import local_tensor
@@ -46,8 +47,7 @@ def check_replicas(named_parameters: Iterable[tuple[str, Tensor]], mesh: Paralle
         group = mesh.group(axis)
         if group is None:
             continue
-        everyone: list[dict[Key, int]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, weight_hashes(named, expert=expert), group=group)
+        everyone = all_gather_objects(weight_hashes(named, expert=expert), group, "copies of weights")
         _compare(everyone, dist.get_process_group_ranks(group))
 
 

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.flight import Recorded
+from megatron.parallel.flight import all_gather_objects
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.grad_norm import local_tensor
 
@@ -200,19 +199,8 @@ def differing_ranks(first: Tensor, second: Tensor, mesh: ParallelMesh) -> list[i
     first, second: [num_microbatches], fp64.
     """
     same = torch.equal(first.view(torch.int64), second.view(torch.int64))
-    answers = gather_objects(same, mesh, "whether a step came out the same twice")
+    answers = all_gather_objects(same, mesh.group("world"), "whether a step came out the same twice")
     return [rank for rank, equal in enumerate(answers) if not equal]
-
-
-def gather_objects(value: Any, mesh: ParallelMesh, purpose: str) -> list[Any]:
-    """`value` of every rank. Collective."""
-    group = mesh.group("world")
-    if group is None:
-        return [value]
-    found: list[Any] = [None] * mesh.size("world")
-    with Recorded("all_gather_object", group, purpose=purpose):
-        dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def where_not_finite(losses: Tensor, named_parameters: Named, mesh: ParallelMesh) -> str:
@@ -222,7 +210,7 @@ def where_not_finite(losses: Tensor, named_parameters: Named, mesh: ParallelMesh
     """
     bad = [index for index, good in enumerate(torch.isfinite(losses).tolist()) if not good]
     names = [name for name, parameter in named_parameters if not _is_finite(parameter.grad)]
-    findings = gather_objects((bad, names), mesh, "where numbers are not finite")
+    findings = all_gather_objects((bad, names), mesh.group("world"), "where numbers are not finite")
     parts = []
     wrong = [(rank, microbatches) for rank, (microbatches, _) in enumerate(findings) if microbatches]
     if wrong:
@@ -244,7 +232,7 @@ def where_largest(losses: Tensor, named_parameters: Named, mesh: ParallelMesh) -
         if parameter.grad is not None and local_tensor(parameter.grad).numel()
     ]
     own = (float(losses.max()), int(losses.argmax()), max(norms, default=(0.0, "")))
-    findings = gather_objects(own, mesh, "where numbers are largest")
+    findings = all_gather_objects(own, mesh.group("world"), "where numbers are largest")
     loss, rank = max((found[0], rank) for rank, found in enumerate(findings))
     (norm, name), holder = max((found[2], rank) for rank, found in enumerate(findings))
     return (

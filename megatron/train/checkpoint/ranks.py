@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.parallel.flight import Recorded
+from megatron.parallel.flight import Recorded, all_gather_objects
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -97,12 +97,8 @@ class Ranks:
 
     def all_gather(self, value: T) -> list[T]:
         """The values of all ranks, by rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        with Recorded("all_gather_object", self.group, purpose="checkpoint"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        group = self.group or dist.group.WORLD
+        return all_gather_objects(value, group if self.size > 1 else None, "checkpoint")
 
     def _attempt(self, action: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
         try:
