@@ -81,6 +81,18 @@ class _Server:
 _server = _Server()
 
 
+def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """torchrun's variables of one rank on this machine."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
 class Started:
     """A run under way; leaving the context kills what is left of it."""
 
@@ -92,15 +104,7 @@ class Started:
         port = str(free_port())
         self.began = time.monotonic()
         for rank in range(ranks):
-            launch = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                **environment,
-            }
+            launch = {**rank_variables(rank, ranks, port), **environment}
             files = [str(self._folder / f"{stream}{rank}") for stream in ("out", "err")]
             self.pids.append(_server.ask(do="start", words=list(words), plant=plant, env=launch, files=files))
 

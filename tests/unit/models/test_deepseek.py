@@ -130,7 +130,11 @@ def test_one_layer_for_all_depths_and_heads_that_leave_the_model_alone(detach):
 def test_evaluation_predicts_one_token_only():
     model = build_gpt(shapes.deepseek())
     tokens, labels = random_batch(model.config, length=8)
-    model.mtp.register_forward_hook(lambda *_: pytest.fail("multi-token prediction ran"))
+    calls = []
+    model.mtp.register_forward_hook(lambda *_: calls.append(1))
+    model(tokens, labels=labels)
+    assert len(calls) == 1, "it runs in training"
     model.eval()
     model(tokens, labels=labels)
     model(tokens)
+    assert len(calls) == 1

@@ -44,7 +44,9 @@ def test_turns(forward: int, backward: int, expected: str) -> None:
 
 
 def test_a_switch_alone_does_nothing() -> None:
-    Interleaver().switch()
+    interleaver = Interleaver()
+    interleaver.switch()
+    assert not interleaver.switches
 
 
 def test_autograd_switches_from_its_backward() -> None:

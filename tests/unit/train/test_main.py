@@ -39,18 +39,11 @@ def start(ranks: int, words: list[str]) -> list[subprocess.Popen[str]]:
     }
     processes = []
     for rank in range(ranks):
-        launch = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        variables = launch.rank_variables(rank, ranks, port)
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
-                env={**clean, **launch, "OMP_NUM_THREADS": "1"},
+                env={**clean, **variables, "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -161,9 +161,8 @@ def main(folder: Path, kills: int, seed: int) -> Attempts:
             result.errors.append("an attempt did not end")
         check_loaded(attempt, iteration, result)
         iteration = check_after_kill(root, iteration, result)
-        killing = (
-            result.kills < kills or not result.resumed
-        )  # all of them may have come before the first save
+        # All kills may have come before the first save.
+        killing = result.kills < kills or not result.resumed
     return result
 
 

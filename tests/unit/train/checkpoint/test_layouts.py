@@ -102,7 +102,8 @@ def test_a_few_changes_of_layout(tmp_path: Path, family: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_changes_of_layout(tmp_path: Path, family: str) -> None:
-    go_round(tmp_path, family, layouts_of(family))
+    layouts = layouts_of(family)
+    assert go_round(tmp_path, family, layouts) == len(layouts) - 1
 
 
 def test_a_wrong_number_is_found(tmp_path: Path) -> None:
