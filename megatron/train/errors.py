@@ -12,6 +12,9 @@ launcher that sees rank 0 end stops them, and a rank that failed alone still spe
 
 Note "All end": the first rank that fails, once it has printed, says so in the store, where the watchdogs of the others
 see it (watchdog.py): also where their communicators would not notice for a long time.
+
+Note "The host leaves last": rank 0's process may hold the store. If it ended while others still speak to the store,
+torch would print a stack trace for each of their calls; so it waits for their last words, for a moment.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ STALL_EXIT_CODE = 4
 
 FAILED_KEY = "megatron.train.errors/failed"
 
+_LEFT_KEY = "megatron.train.errors/left"
 _ALONE_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 2.0
 
 _OURS = Path(__file__).resolve().parent.parent
 _PEER_LOST = (
@@ -89,6 +94,7 @@ def one_line_errors(rank: int = 0) -> Iterator[None]:
         announce(text, rank)
         if code != PEER_EXIT_CODE:
             _tell_others(rank)
+        _leave(rank)
         # Not sys.exit: leaving the interpreter would wait in the destructors of communicators whose peers
         # are at work, and of data-loading threads.
         sys.stderr.flush()
@@ -121,6 +127,20 @@ def _tell_others(rank: int) -> None:
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._get_default_store().compare_set(FAILED_KEY, "", str(rank))
+
+
+def _leave(rank: int) -> None:
+    """The last use of the store (note "The host leaves last")."""
+    if not dist.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        if rank != 0:
+            store.add(_LEFT_KEY, 1)
+            return
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while store.add(_LEFT_KEY, 0) < dist.get_world_size() - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def _first_to_say(text: str, rank: int) -> bool:
