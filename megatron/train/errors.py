@@ -138,9 +138,14 @@ def _leave(rank: int) -> None:
         if rank != 0:
             store.add(_LEFT_KEY, 1)
             return
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while store.add(_LEFT_KEY, 0) < dist.get_world_size() - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for_ranks(store, _LEFT_KEY, dist.get_world_size() - 1)
+
+
+def wait_for_ranks(store: dist.Store, key: str, count: int) -> None:
+    """Wait, for a moment, until `count` ranks have added themselves to `key`."""
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while store.add(key, 0) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _first_to_say(text: str, rank: int) -> bool:

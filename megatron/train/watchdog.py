@@ -32,7 +32,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel.flight import RECORDER
-from megatron.train.errors import FAILED_KEY, PEER_EXIT_CODE, STALL_EXIT_CODE, announce, peer_message
+from megatron.train.errors import (
+    FAILED_KEY,
+    PEER_EXIT_CODE,
+    STALL_EXIT_CODE,
+    announce,
+    peer_message,
+    wait_for_ranks,
+)
 from megatron.train.stall import described, diagnose
 
 _OURS = Path(__file__).resolve().parent.parent
@@ -184,6 +191,11 @@ class Watchdog:
             self._round += 1
             return
         self._say(f"ending this rank with status {STALL_EXIT_CODE}")
+        if self._store is not None:
+            # Together: else the main thread of a rank that is a little behind would see a peer go, and say only that.
+            with contextlib.suppress(Exception):
+                self._store.add(self._key("ending"), 1)
+                wait_for_ranks(self._store, self._key("ending"), len(reports))
         self._end(STALL_EXIT_CODE)
 
     def _collect(self) -> dict[int, dict[str, Any]]:
