@@ -150,10 +150,10 @@ def _watch_communicators(patch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     """Tell the recorder whose collective it sees, and who waits for which."""
 
     def watched(method: Any) -> Any:
-        def run(comm: collectives.Communicator, buffers: Any) -> Any:
+        def run(comm: collectives.Communicator, *args: Any) -> Any:
             recorder._communicator, before = comm, recorder._communicator
             try:
-                return method(comm, buffers)
+                return method(comm, *args)
             finally:
                 recorder._communicator = before
 
