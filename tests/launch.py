@@ -174,7 +174,9 @@ def _serve(requests: Iterator[str], answers: IO[str]) -> None:
     import megatron.train.loop
     import megatron.train.main
     import megatron.train.report  # noqa: F401
+    from tests.mock_data import shrink_mock_data
 
+    shrink_mock_data()
     codes: dict[int, int] = {}
     for line in requests:
         request = json.loads(line)

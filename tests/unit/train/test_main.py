@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,67 +21,37 @@ ROOT = Path(__file__).resolve().parents[3]
 LIMIT_SECONDS = 120
 
 
-@dataclass
-class Ended:
-    """Exit statuses by rank, and what all ranks wrote to stdout and stderr."""
-
-    codes: list[int]
-    out: str
-    err: str
-
-
-def start(ranks: int, words: list[str]) -> list[subprocess.Popen[str]]:
-    """The processes of a run, with torchrun's variables and without its start-up time."""
-    port = str(free_port())
-    clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC"))
-    }
-    processes = []
-    for rank in range(ranks):
-        variables = launch.rank_variables(rank, ranks, port)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
-                env={**clean, **variables, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return processes
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> Ended:
-    texts = []
-    try:
-        for process in processes:
-            texts.append(process.communicate(timeout=LIMIT_SECONDS))
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    return Ended(codes, "".join(out for out, _ in texts), "".join(err for _, err in texts))
-
-
 def test_train_evaluate_save_and_resume(tmp_path: Path) -> None:
     words = [
         *TINY,
         *f"--train-iters 4 --eval-interval 2 --save {tmp_path / 'save'} --load {tmp_path / 'save'}".split(),
         *f"--metrics-file {tmp_path / 'metrics.jsonl'} --tensorboard-dir {tmp_path / 'board'}".split(),
     ]
-    first = finish(start(2, [*words, "--exit-interval", "2"]))
-    assert first.codes == [0, 0], first.err
-    assert "validation loss at iteration 2" in first.out
-    assert "saved the checkpoint of iteration 2" in first.out
-    second = finish(start(2, words))
-    assert second.codes == [0, 0], second.err
-    assert "loaded the checkpoint of iteration 2" in second.out
-    assert "test loss at iteration 4" in second.out
+    with launch.start(2, [*words, "--exit-interval", "2"]) as run:
+        first = run.end(LIMIT_SECONDS)
+    with launch.start(2, words) as run:
+        second = run.end(LIMIT_SECONDS)
     # A stranger sees no warnings that are not theirs to act on.
-    assert first.err == second.err == ""
+    assert first.codes == second.codes == [0, 0] and first.all_err == second.all_err == ""
+    assert "validation loss at iteration 2" in first.out[0]
+    assert "saved the checkpoint of iteration 2" in first.out[0]
+    assert "loaded the checkpoint of iteration 2" in second.out[0]
+    assert "test loss at iteration 4" in second.out[0]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines if "lm_loss" in line] == [1, 2, 3, 4]
     assert list((tmp_path / "board").iterdir())
+
+
+def test_the_program_itself(tmp_path: Path) -> None:
+    """pretrain_gpt.py from anywhere, without a launcher, without the test server: no output that is not meant."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--train-iters", "1", "--seq-length", "1024"],
+        env={**environment, "OMP_NUM_THREADS": "1"}, cwd=tmp_path, timeout=LIMIT_SECONDS,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "iteration        1/" in done.stdout
 
 
 BAD = {

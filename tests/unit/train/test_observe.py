@@ -178,15 +178,16 @@ def groups(rank: int, world: int) -> Any:
     from megatron.parallel.flight import RECORDER
     from megatron.parallel.mesh import ParallelMesh, ParallelSizes
 
-    mesh = ParallelMesh(ParallelSizes(tensor=2))
-    with Recorded("all_reduce", mesh.group("tp"), (torch.ones(1),)):
-        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
-    return [(lane["id"], lane["name"], lane["ranks"]) for lane in RECORDER.report() if lane["name"] == "tp"]
+    group = ParallelMesh(ParallelSizes(tensor=2)).group("tp")
+    with Recorded("all_reduce", group, (torch.ones(1),)):
+        dist.all_reduce(torch.ones(1), group=group)
+    lanes = [lane for lane in RECORDER.report() if lane["id"].startswith(group.group_name)]
+    return [(lane["id"], lane["name"], lane["ranks"]) for lane in lanes]
 
 
 def test_lanes_have_the_same_name_on_all_ranks() -> None:
     first, second = run_ranks(groups, 2)
-    assert first[-1] == second[-1] and first[-1][2] == [0, 1]
+    assert first == second and [lane[1:] for lane in first] == [("tp", [0, 1])]
 
 
 def test_a_run_shows_it_all() -> None:
