@@ -186,16 +186,20 @@ class Exchange:
     ) -> None:
         self.group, self.switch = group, switch
         self.splits = (output_splits, input_splits)
-        self.forth = self.back = Pending(x)
-        self._started = x if group is None else _StartExchange.apply(x, self)
+        self.forth: Pending | None = None
+        self.back: Pending | None = None
+        self._started: Tensor | None = x if group is None else _StartExchange.apply(x, self)
 
     def wait(self) -> Tensor:
         """The rows that came. To be called once."""
+        # The graph holds this object, which must not hold the graph: Python's collector does not see such a circle.
+        started, self._started = self._started, None
+        assert started is not None, "waited for twice"
         if self.group is None:
-            return self._started
+            return started
         if self.switch is not None:
             self.switch()
-        return _FinishExchange.apply(self._started, self)
+        return _FinishExchange.apply(started, self)
 
 
 def _sum_pieces(received: Tensor, size: int) -> Tensor:
@@ -307,14 +311,18 @@ class _StartExchange(torch.autograd.Function):
         exchange = ctx.exchange
         if exchange.switch is not None:
             exchange.switch()
-        return exchange.back.wait(), None
+        back, exchange.back = exchange.back, None
+        assert back is not None
+        return back.wait(), None
 
 
 class _FinishExchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.forth.wait()
+        forth, exchange.forth = exchange.forth, None  # it holds a tensor of the graph
+        assert forth is not None
+        forth.wait()
         return rows.view_as(rows)
 
     @staticmethod

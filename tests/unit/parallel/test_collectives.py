@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -116,3 +119,55 @@ def test_no_group_is_the_identity() -> None:
     x = torch.ones(2)
     for name in ("copy_to", "reduce_from", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"):
         assert getattr(collectives, name)(x, None) is x
+
+
+class _Step:
+    """Stands for whatever a graph holds."""
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, step: _Step) -> Tensor:
+        ctx.step = step
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+def graphs_left(rank: int, world_size: int) -> dict[str, bool]:
+    """Which functions keep the graph of a step after it, by name."""
+    group = ParallelMesh(ParallelSizes(tensor=world_size)).group("tp")
+    calls = {
+        name: (lambda x, name=name: getattr(collectives, name)(x, group))
+        for name in ("copy_to", "reduce_from")
+    }
+    calls |= {
+        name: (lambda x, name=name: getattr(collectives, name)(x, group, 0))
+        for name in ("all_gather", "gather", "scatter", "reduce_scatter")
+    }
+    calls["all_to_all"] = lambda x: collectives.all_to_all(x, group)
+    calls["exchange"] = lambda x: collectives.Exchange(x, group).wait()
+    left = {}
+    for name, call in calls.items():
+        for backward in (True, False):
+            step = _Step()
+            alive = weakref.ref(step)
+            out = call(_Hold.apply(torch.ones(4, 4, requires_grad=True), step))
+            if backward:
+                out.sum().backward()
+            del out, step
+            for _ in range(100):  # gloo's thread may hold what it sent for a moment
+                gc.collect()
+                if alive() is None:
+                    break
+                time.sleep(0.02)
+            left[f"{name}, {backward=}"] = alive() is not None
+    return left
+
+
+def test_nothing_keeps_the_graph_of_a_step() -> None:
+    """A function whose ctx holds its output, or an object that does, is never freed: memory grows by every step."""
+    for left in run_ranks(graphs_left, 2):
+        assert len(left) == 16 and not any(left.values()), left
