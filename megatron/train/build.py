@@ -202,6 +202,7 @@ def wrap_model(
         grad_comm_dtype=DTYPES[config.grad_comm_dtype],
         reshard_after_forward=config.reshard_after_forward,
         tensor_atomic=config.optimizer in MUON_KINDS,
+        order_check_interval=config.fsdp_order_check_interval,
         # Of the microbatches under way in a pipeline only the first would find what is kept after forward alone.
         reshard_after_backward=config.reshard_after_forward or mesh.size("pp") == 1,
     )

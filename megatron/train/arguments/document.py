@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -114,9 +115,14 @@ def _sentence(text: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Writes the page, or with --check says whether it is up to date. Returns the exit status."""
-    paths = [word for word in argv if word != "--check"]
-    path = Path(paths[0]) if paths else DEFAULT_PATH
-    if "--check" in argv:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.train.arguments.document", description=main.__doc__
+    )
+    parser.add_argument("path", nargs="?", type=Path, default=DEFAULT_PATH, help="the page (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    path: Path = options.path
+    if options.check:
         fresh = path.is_file() and path.read_text(encoding="utf-8") == document()
         if not fresh:
             print(

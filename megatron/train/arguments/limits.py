@@ -54,6 +54,7 @@ _RANGES: dict[str, tuple[float, float | None, bool]] = {
     "expert_model_parallel_size": (1, None, True),
     "expert_tensor_parallel_size": (1, None, True),
     "recompute_num_layers": (1, None, True),
+    "fsdp_order_check_interval": (0, None, True),
     "loss_scale_window": (1, None, True),
     "hysteresis": (1, None, True),
     "num_dataset_builder_threads": (1, None, True),

@@ -36,6 +36,14 @@ FLAGS: tuple[Flag, ...] = (
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble"),
     ),
     works(
+        "--fsdp-order-check-interval",
+        int,
+        100,
+        "Steps after which ranks compare in which order they gathered and reduced, 16 bytes a group; 0: never.",
+        "train/build.py",
+        test="train/test_order.py",
+    ),
+    works(
         "--optimizer-impl",
         str,
         "auto",
