@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+OUR_MODULES = ("megatron.models.", "megatron.parallel.", "tests.")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def worker_main(spec: WorkerSpec, connection: Connection) -> None:
     while True:
         try:
             _serve(connection.recv(), store, connection.send)
-            _reset_process()
+            gc.freeze()  # what survives (modules, mostly) need not be walked after each call: 25 ms
         except (EOFError, OSError):  # the parent has closed its end, or is gone
             return
 
@@ -96,6 +97,13 @@ def _serve(call: Call, store: Any, send: Callable[[Answer], None]) -> None:
     import torch.distributed as dist
 
     failed = False
+
+    def fail() -> None:
+        nonlocal failed
+        if not failed:
+            send(Answer(call.number, error=traceback.format_exc()))
+        failed = True
+
     try:
         function, args = pickle.loads(call.payload)
         dist.init_process_group(
@@ -108,19 +116,38 @@ def _serve(call: Call, store: Any, send: Callable[[Answer], None]) -> None:
         )
         payload = pickle.dumps(function(call.rank, call.world_size, *args))
     except BaseException:
-        # Before the group goes away, so that the cause arrives before what it causes on the peers.
-        send(Answer(call.number, error=traceback.format_exc()))
-        failed = True
+        fail()  # before the group goes away, so that the cause arrives before what it causes on the peers
     try:
         # Closes the sockets, which wakes peers that wait in a collective for this rank.
         if dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException:
+        function = args = None
+        _reset_process()
         if not failed:
-            send(Answer(call.number, error=traceback.format_exc()))
-            failed = True
+            _check_nothing_is_left()
+    except BaseException:
+        fail()
     if not failed:
         send(Answer(call.number, payload=payload))
+
+
+def _check_nothing_is_left() -> None:
+    """Fail where a model that a call has made outlives it.
+
+    Something holds it that Python's collector does not see through: a circle through autograd's graph, mostly. A
+    training step that leaves such a thing behind uses up memory.
+    """
+    import torch
+
+    # What was there before the call is frozen, and not seen here.
+    modules = [type(one) for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+    # megatron-core and the compiler have caches that hold theirs.
+    left = {kind.__qualname__ for kind in modules if kind.__module__.startswith(OUR_MODULES)}
+    if left:
+        raise AssertionError(
+            f"modules outlive the call that made them, {', '.join(sorted(left))}: look for a circle through autograd's "
+            "graph (a ctx that holds an output or its object), a cache or a hook"
+        )
 
 
 def _reset_process() -> None:
@@ -142,5 +169,9 @@ def _reset_process() -> None:
         # torch.distributed.tensor.debug has this as a function, and imports the compiler (0.9 s).
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+        # Plans of redistributions keep meshes, and these their groups.
+        from torch.distributed.tensor import _redistribute
+
+        getattr(_redistribute, "_planner_cache", {}).clear()
+        getattr(_redistribute._gen_transform_infos, "cache_clear", lambda: None)()
     gc.collect()
-    gc.freeze()  # what survives (modules, mostly) need not be walked after each call: 25 ms

@@ -163,3 +163,23 @@ def test_bad_use_is_refused() -> None:
 
 def test_free_port_is_usable() -> None:
     assert 1024 <= free_port() <= 65535
+
+
+KEPT: list[torch.nn.Module] = []
+
+
+class Kept(torch.nn.Module):
+    """A module that a test leaves behind."""
+
+
+def keep_a_module(rank: int, world_size: int, keep: bool) -> None:
+    one = Kept()
+    if keep:
+        KEPT.append(one)
+
+
+def test_a_module_that_outlives_its_call_is_an_error() -> None:
+    run_ranks(keep_a_module, 2, False)
+    with pytest.raises(RankError, match="modules outlive the call that made them, Kept"):
+        run_ranks(keep_a_module, 2, True)
+    run_ranks(keep_a_module, 2, False)  # which is said once
