@@ -19,7 +19,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.sharded_parameter import make_dtensor
@@ -149,10 +149,18 @@ class GroupGradients:
             torch.mul(total, scale, out=self.partial)
 
     def expose(self, total: Tensor | None) -> None:
-        """Make `total` (this rank's part, summed over all axes) part of the sharded parameters' `.grad`."""
+        """Make `total` (this rank's part, summed over all axes) part of the parameters' `.grad`; run their hooks.
+
+        What users gave to `register_post_accumulate_grad_hook` may step an optimizer and clear the `.grad`.
+        """
         self.partial = None
-        if total is None:
-            return  # added in place by deliver_inner
+        if total is not None:  # else added in place by deliver_inner
+            self._expose_fresh(total)
+        for managed in self.group.parameters:
+            if managed.sharded.grad is not None:
+                _run_gradient_hooks(managed.sharded)
+
+    def _expose_fresh(self, total: Tensor) -> None:
         if self._stash is not None:
             total.add_(self._stash)
             self._stash = None
@@ -224,3 +232,9 @@ class GroupGradients:
         self._grad = self.partial = self.deferred = self._stash = None
         if self.group.placements.gradients_sharded:
             self.full_grad = None
+
+
+def _run_gradient_hooks(parameter: nn.Parameter) -> None:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for hook in list(hooks.values()) if hooks else ():
+        hook(parameter)
