@@ -21,12 +21,18 @@ if TYPE_CHECKING:
 
 
 class GroupedExperts(nn.Module):
-    """linear_fc1, activation, linear_fc2 of several experts; parameters weight{i}, i of this rank's experts."""
+    """linear_fc1, activation, linear_fc2 of several experts; parameters weight{i}, i of this rank's experts.
+
+    Note "One bias of several ranks": the results of etp ranks are summed, so each adds 1 / etp of linear_fc2's bias.
+    All of them see the same rows and the same gradients, so each has the bias's whole gradient.
+    """
 
     def __init__(self, context: LayerContext, num_local: int, ffn_hidden_size: int) -> None:
         super().__init__()
         config, backend = context.config, context.backend
         parts = 2 if config.gated_linear_unit else 1
+        expert_tensor = context.mesh.size("etp")
+        shares_bias = config.add_bias_linear and expert_tensor > 1
         sizes = ((config.hidden_size, parts * ffn_hidden_size), (ffn_hidden_size, config.hidden_size))
         inits = (
             config.linear_init(config.hidden_size, ffn_hidden_size),
@@ -37,6 +43,7 @@ class GroupedExperts(nn.Module):
                 num_local,
                 *size,
                 bias=config.add_bias_linear,
+                return_bias=shares_bias and mode == "row",
                 parallel_mode=mode,
                 init_std=init.std,
                 tensor_parallel_parts=part,
@@ -49,6 +56,7 @@ class GroupedExperts(nn.Module):
         for layer, init in zip(layers, inits, strict=True):
             _set_weight_inits(layer, init)
         self.linear_fc1, self.linear_fc2 = layers
+        self._bias_share = 1.0 / expert_tensor if shares_bias else None
         self._activation = activation_function(config)
         self._discards_activation = config.recompute.selects("moe_act")
         self._row_multiple = backend.row_multiple(context.recipe)
@@ -64,11 +72,32 @@ class GroupedExperts(nn.Module):
 
     def _experts(self, rows: Tensor, splits: list[int]) -> Tensor:
         if not self._discards_activation:
-            return self.linear_fc2(self._activation(self.linear_fc1(rows, splits)), splits)
+            return self._second(self._activation(self.linear_fc1(rows, splits)), splits)
         activated = DiscardedOutput()
-        out: Tensor = self.linear_fc2(activated.call(self._activation, self.linear_fc1(rows, splits)), splits)
+        out = self._second(activated.call(self._activation, self.linear_fc1(rows, splits)), splits)
         activated.discard(out)
         return out
+
+    def _second(self, rows: Tensor, splits: list[int]) -> Tensor:
+        if self._bias_share is None:
+            out: Tensor = self.linear_fc2(rows, splits)
+            return out
+        out, biases = self.linear_fc2(rows, splits)
+        shares = _Share.apply(torch.stack(list(biases)), self._bias_share)
+        counts = torch.tensor(splits).to(rows.device, non_blocking=True)
+        return out + shares.repeat_interleave(counts, dim=0, output_size=out.shape[0]).to(out.dtype)
+
+
+class _Share(torch.autograd.Function):
+    """Note "One bias of several ranks": forward takes the share, backward gives the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, share: float) -> Tensor:
+        return bias * share
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 def _set_weight_inits(layer: nn.Module, spec: InitSpec) -> None:

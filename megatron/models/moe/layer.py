@@ -102,8 +102,3 @@ def _check(context: LayerContext, config: MoEConfig, grid: ExpertGrid) -> None:
             f"--moe-shared-expert-intermediate-size {shared} does not divide by "
             f"--tensor-model-parallel-size {tensor}"
         )
-    if context.config.add_bias_linear and grid.etp_size > 1:
-        raise ValueError(
-            f"--expert-tensor-parallel-size {grid.etp_size} would add an expert's bias {grid.etp_size} times: add "
-            "--disable-bias-linear, or use --expert-tensor-parallel-size 1"
-        )

@@ -141,6 +141,25 @@ def test_ranks_without_tokens(layout, dispatcher, recompute):
     assert wanted.gradients[0]["decoder.layers.1.mlp.experts.linear_fc1.weight3"].any()
 
 
+@pytest.mark.parametrize(
+    ("layout", "strategy", "fused", "dispatcher"),
+    [
+        (Layout({"tensor": 2, "expert_tensor": 2}), "optim_grads_params", True, "allgather"),
+        (LAYOUTS["tp2-sp-ep2-etp2"], "no_shard", False, "alltoall"),
+    ],
+    ids=["tp2", "tp2-sp-ep2"],
+)
+def test_biases_of_experts_that_several_ranks_share(
+    layout: Layout, strategy: str, fused: bool, dispatcher: str
+) -> None:
+    """Each etp rank adds its share of the second bias; its gradient is whole on each."""
+    config = MODELS["mixtral"](dispatcher=dispatcher).replace(add_bias_linear=True)
+    options = Options(strategy=strategy, fused=fused, double=True)
+    wanted = reference(config, False, options.dtype)
+    assert wanted.gradients[0]["decoder.layers.1.mlp.experts.linear_fc2.bias1"].any()
+    check(config, layout, options, wanted)
+
+
 def test_prediction_and_a_tied_head_on_the_last_stage():
     """P06: the copy of the embedding that embeds for multi-token prediction and is the head stays the first stage's."""
     config = shapes.deepseek(dispatcher="alltoall", load_balancing=("seq_aux_loss",), aux_loss_coeff=(0.1,))

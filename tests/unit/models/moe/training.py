@@ -221,7 +221,9 @@ def train(
         trace.norms.append(result.grad_norm)
         trace.auxiliary.append(dict(result.auxiliary))
     trace.weights = {place[0]: whole(parameter) for place, (_, parameter) in zip(places, named, strict=True)}
-    trace.buffers = {name: buffer.clone() for name, buffer in wrapped.state_dict().items() if "bias" in name}
+    trace.buffers = {
+        name: buffer.clone() for name, buffer in wrapped.state_dict().items() if "expert_bias" in name
+    }
     return trace, places
 
 
