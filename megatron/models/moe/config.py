@@ -91,6 +91,7 @@ class MoEConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{flag} {value}: choose one of {', '.join(map(str, allowed))}")
+        self._check_numbers()
         self._check_groups()
         self._check_balancing()
         self._check_capacity()
@@ -98,6 +99,33 @@ class MoEConfig:
             raise ValueError(f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {self.topk}")
         if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
             raise ValueError("--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size: give it")
+
+    def _check_numbers(self) -> None:
+        for flag, value, right, range_ in (
+            *(("--moe-aux-loss-coeff", weight, weight >= 0, "0 or more") for weight in self.aux_loss_coeff),
+            ("--moe-z-loss-coeff", self.z_loss_coeff, (self.z_loss_coeff or 0) >= 0, "0 or more"),
+            (
+                "--moe-input-jitter-eps",
+                self.input_jitter_eps,
+                0 <= (self.input_jitter_eps or 0) < 1,
+                "a number from 0 to below 1",
+            ),
+            (
+                "--moe-router-topk-scaling-factor",
+                self.topk_scaling_factor,
+                self.topk_scaling_factor is None or self.topk_scaling_factor > 0,
+                "a number above 0",
+            ),
+            ("--moe-router-bias-update-rate", self.bias_update_rate, self.bias_update_rate >= 0, "0 or more"),
+            (
+                "--moe-shared-expert-intermediate-size",
+                self.shared_expert_intermediate_size,
+                self.shared_expert_intermediate_size is None or self.shared_expert_intermediate_size >= 1,
+                "1 or more",
+            ),
+        ):
+            if not right:
+                raise ValueError(f"{flag} {value}: give {range_}")
 
     def _check_groups(self) -> None:
         groups, chosen = self.num_groups, self.group_topk

@@ -7,58 +7,11 @@ from collections.abc import Callable
 
 from megatron.parallel.context import ContextParallelShape, check_context_parallel
 from megatron.parallel.pipeline.schedules import make_schedule
+from megatron.train.arguments.experts import check_experts
 from megatron.train.arguments.fp8 import check_fp8_sizes
 from megatron.train.arguments.overlap import check_overlap
-from megatron.train.arguments.tables import flags_by_dest
+from megatron.train.arguments.ranges import check_multiple, check_ranges
 from megatron.train.pipeline import pipeline_plan
-
-# destination: (lowest, highest or None, whether the highest itself is allowed)
-_RANGES: dict[str, tuple[float, float | None, bool]] = {
-    "attention_dropout": (0, 1, False),
-    "hidden_dropout": (0, 1, False),
-    "adam_beta1": (0, 1, False),
-    "adam_beta2": (0, 1, False),
-    "adam_eps": (0, None, True),
-    "sgd_momentum": (0, 1, False),
-    "clip_grad": (0, None, True),
-    "weight_decay": (0, None, True),
-    "layernorm_epsilon": (0, None, True),
-    "init_method_std": (0, None, True),
-    "rotary_percent": (0, 1, True),
-    "lr_warmup_fraction": (0, 1, False),
-    "lr_warmup_iters": (0, None, True),
-    "lr_warmup_samples": (0, None, True),
-    "lr_warmup_init": (0, None, True),
-    "min_lr": (0, None, True),
-    "lr": (0, None, True),
-    "seed": (0, None, True),
-    "num_workers": (0, None, True),
-    "eval_iters": (0, None, True),
-    "ffn_hidden_size": (1, None, True),
-    "kv_channels": (1, None, True),
-    "num_query_groups": (1, None, True),
-    "vocab_size": (1, None, True),
-    "train_iters": (0, None, True),
-    "train_samples": (1, None, True),
-    "lr_decay_iters": (1, None, True),
-    "lr_decay_samples": (1, None, True),
-    "eval_interval": (1, None, True),
-    "save_interval": (1, None, True),
-    "save_retain_interval": (1, None, True),
-    "non_persistent_save_interval": (1, None, True),
-    "exit_interval": (1, None, True),
-    "log_interval": (1, None, True),
-    "tensorboard_log_interval": (1, None, True),
-    "distributed_timeout_minutes": (1, None, True),
-    "num_distributed_optimizer_instances": (1, None, True),
-    "expert_model_parallel_size": (1, None, True),
-    "expert_tensor_parallel_size": (1, None, True),
-    "recompute_num_layers": (1, None, True),
-    "fsdp_order_check_interval": (0, None, True),
-    "loss_scale_window": (1, None, True),
-    "hysteresis": (1, None, True),
-    "num_dataset_builder_threads": (1, None, True),
-}
 
 
 def check_limits(v: Namespace) -> None:
@@ -67,30 +20,11 @@ def check_limits(v: Namespace) -> None:
         check(v)
 
 
-def _multiple(what: str, value: int, of: str, by: int) -> None:
-    if by and value % by:
-        raise ValueError(
-            f"{what} {value} is not a multiple of {of}: take {value // by * by + by}, or lower the other side"
-        )
-
-
-def _ranges(v: Namespace) -> None:
-    for dest, (low, high, closed) in _RANGES.items():
-        value = getattr(v, dest)
-        if value is None:
-            continue
-        flag = flags_by_dest()[dest][0].name
-        if not value >= low:
-            raise ValueError(f"{flag} {value}: give {low} or more")
-        if high is not None and not (value <= high if closed else value < high):
-            raise ValueError(f"{flag} {value}: give a number {'up to' if closed else 'below'} {high}")
-
-
 def _tensor(v: Namespace) -> None:
     tensor = v.tensor_model_parallel_size
     by = f"--tensor-model-parallel-size {tensor}"
-    _multiple("--num-attention-heads", v.num_attention_heads, by, tensor)
-    _multiple(
+    check_multiple("--num-attention-heads", v.num_attention_heads, by, tensor)
+    check_multiple(
         "--num-attention-heads",
         v.num_attention_heads,
         f"--num-query-groups {v.num_query_groups}",
@@ -100,9 +34,9 @@ def _tensor(v: Namespace) -> None:
         raise ValueError(
             f"--num-query-groups {v.num_query_groups} and {by}: one must be a multiple of the other"
         )
-    _multiple("--ffn-hidden-size", v.ffn_hidden_size, by, tensor)
+    check_multiple("--ffn-hidden-size", v.ffn_hidden_size, by, tensor)
     if v.padded_vocab_size is not None:
-        _multiple("--padded-vocab-size", v.padded_vocab_size, by, tensor)
+        check_multiple("--padded-vocab-size", v.padded_vocab_size, by, tensor)
         if v.vocab_size is not None and v.padded_vocab_size < v.vocab_size:
             raise ValueError(
                 f"--padded-vocab-size {v.padded_vocab_size} is smaller than --vocab-size "
@@ -113,13 +47,13 @@ def _tensor(v: Namespace) -> None:
 def _sequence(v: Namespace) -> None:
     length, context, tensor = v.seq_length, v.context_parallel_size, v.tensor_model_parallel_size
     if context > 1:
-        _multiple("--seq-length", length, f"2 x --context-parallel-size {context}", 2 * context)
-    if v.sequence_parallel:
-        _multiple(
+        check_multiple("--seq-length", length, f"2 x --context-parallel-size {context}", 2 * context)
+    if v.sequence_parallel or v.num_experts:
+        reason = "--sequence-parallel" if v.sequence_parallel else f"--num-experts {v.num_experts}"
+        check_multiple(
             "--seq-length",
             length,
-            f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} "
-            "(--sequence-parallel)",
+            f"--context-parallel-size {context} x --tensor-model-parallel-size {tensor} ({reason})",
             context * tensor,
         )
     if v.max_position_embeddings < length:
@@ -146,8 +80,17 @@ def _context(v: Namespace) -> None:
     if exchanging > 1:
         # Ulysses exchanges sequence for heads: each context rank takes whole heads.
         by = f"{exchanging} ranks of --cp-comm-type a2a x --tensor-model-parallel-size {tensor}"
-        _multiple("--num-attention-heads", v.num_attention_heads, by, tensor * exchanging)
+        check_multiple("--num-attention-heads", v.num_attention_heads, by, tensor * exchanging)
     if v.transformer_impl == "local" or v.attention_backend == "local":
+        for flag, value, usual in (
+            ("--window-size", v.window_size and ",".join(map(str, v.window_size)), None),
+            ("--softmax-type", v.softmax_type, "vanilla"),
+        ):
+            if value != usual:
+                raise ValueError(
+                    f"{flag} {value} with --context-parallel-size {context}: torch's attention over several ranks "
+                    f"does not have it; drop {flag}, or use --context-parallel-size 1"
+                )
         heads, own_groups = v.num_attention_heads // tensor, max(1, groups // tensor)
         for kind in v.cp_comm_type:
             check_context_parallel(
@@ -208,63 +151,16 @@ def _pipeline(v: Namespace) -> None:
             f"--pipeline-model-parallel-layout {v.pipeline_model_parallel_layout}: multi-token prediction layers (m) "
             "are not there yet in a pipeline: leave them out"
         )
-    # Says the schedule's rule where the group is too small; any number of microbatches will do.
+    _group_size(plan.schedule, plan.group_size, ranks)
+    # Says the schedule's own rules; any number of microbatches will do.
     make_schedule(plan.schedule, plan.shape(ranks, 1), plan.group_size)
 
 
-def _experts(v: Namespace) -> None:
-    experts = v.num_experts
-    if experts is None:
-        return
-    if experts < 1:
-        raise ValueError(f"--num-experts {experts}: give 1 or more")
-    if not 1 <= v.moe_router_topk <= experts:
+def _group_size(schedule: str, size: int | None, ranks: int) -> None:
+    if schedule == "interleaved" and size is not None and size < ranks:
         raise ValueError(
-            f"--moe-router-topk {v.moe_router_topk}: choose between 1 and --num-experts {experts}"
-        )
-    size, tensor = v.expert_model_parallel_size, v.expert_tensor_parallel_size
-    _multiple("--num-experts", experts, f"--expert-model-parallel-size {size}", size)
-    _multiple(
-        "--moe-ffn-hidden-size", v.moe_ffn_hidden_size, f"--expert-tensor-parallel-size {tensor}", tensor
-    )
-    grid = size * tensor * v.pipeline_model_parallel_size
-    if v.world_size % grid:
-        raise ValueError(
-            f"{v.world_size} ranks cannot hold --expert-model-parallel-size {size} x "
-            "--expert-tensor-parallel-size "
-            f"{tensor} x --pipeline-model-parallel-size {v.pipeline_model_parallel_size}: "
-            f"start a multiple of {grid} ranks or lower one of them"
-        )
-    copies, outer = v.world_size // grid, v.num_distributed_optimizer_instances
-    if copies % outer:
-        raise ValueError(
-            f"--num-distributed-optimizer-instances {outer} does not divide the {copies} copies of "
-            "each expert: "
-            "lower it or --expert-model-parallel-size"
-        )
-    groups = v.moe_router_num_groups
-    if groups is not None:
-        _multiple("--num-experts", experts, f"--moe-router-num-groups {groups}", groups)
-        if not 1 <= v.moe_router_group_topk <= groups:
-            raise ValueError(
-                f"--moe-router-group-topk {v.moe_router_group_topk}: choose between 1 and "
-                f"--moe-router-num-groups {groups}"
-            )
-        if v.moe_router_topk > v.moe_router_group_topk * (experts // groups):
-            raise ValueError(
-                f"--moe-router-topk {v.moe_router_topk} is more than --moe-router-group-topk "
-                f"{v.moe_router_group_topk} groups of {experts // groups} experts hold: lower it"
-            )
-    pattern = v.moe_layer_freq
-    if isinstance(pattern, list) and len(pattern) != v.num_layers:
-        raise ValueError(
-            f"--moe-layer-freq describes {len(pattern)} layers, but --num-layers is {v.num_layers}: "
-            "make them equal"
-        )
-    kinds, weights = v.moe_router_load_balancing_type, v.moe_aux_loss_coeff
-    if isinstance(kinds, list) and (not isinstance(weights, list) or len(kinds) != len(weights)):
-        raise ValueError(
-            f"--moe-router-load-balancing-type has {len(kinds)} values: give --moe-aux-loss-coeff as many"
+            f"--microbatch-group-size-per-virtual-pipeline-stage {size} is less than --pipeline-model-parallel-size "
+            f"{ranks}: raise it, or leave it out"
         )
 
 
@@ -332,7 +228,7 @@ def _schedule(v: Namespace) -> None:
                 f"(--{decay.replace('_', '-')}): lower it"
             )
     if v.save_retain_interval is not None:
-        _multiple(
+        check_multiple(
             "--save-retain-interval",
             v.save_retain_interval,
             f"--save-interval {v.save_interval}",
@@ -381,11 +277,11 @@ def _profile(v: Namespace) -> None:
 
 
 _CHECKS: tuple[Callable[[Namespace], None], ...] = (
-    _ranges,
+    check_ranges,
     _tensor,
     _sequence,
     _pipeline,
-    _experts,
+    check_experts,
     check_overlap,
     check_fp8_sizes,
     _prediction,

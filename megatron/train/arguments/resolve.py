@@ -17,6 +17,7 @@ import torch
 from megatron.parallel.pipeline.stages import parse_layout
 from megatron.train.arguments.batch import batch_schedule
 from megatron.train.arguments.fp8 import check_fp8
+from megatron.train.arguments.overlap import idle_flags
 
 
 @dataclass
@@ -142,6 +143,7 @@ def _parallel(v: Namespace, context: Context) -> None:
     if v.expert_tensor_parallel_size is None:
         v.expert_tensor_parallel_size = tensor
     v.virtual_pipeline_model_parallel_size = _virtual_stages(v)
+    context.warnings.extend(idle_flags(v))
 
 
 def _virtual_stages(v: Namespace) -> int | None:

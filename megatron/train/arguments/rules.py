@@ -203,7 +203,19 @@ RULES: tuple[Rule, ...] = (
         "it needs --hierarchical-context-parallel-sizes; add them",
         "--cp-comm-type a2a+p2p",
     ),
+    Rule(
+        ("--hierarchical-context-parallel-sizes",),
+        lambda v: bool(v.hierarchical_context_parallel_sizes) and "a2a+p2p" not in v.cp_comm_type,
+        "it needs --cp-comm-type a2a+p2p; add it or drop this one",
+        "--hierarchical-context-parallel-sizes 2 2",
+    ),
     # experts
+    Rule(
+        ("--expert-tensor-parallel-size",),
+        lambda v: (v.expert_tensor_parallel_size or 1) > 1 and not v.num_experts,
+        "it needs --num-experts; add it or drop this one",
+        "--expert-tensor-parallel-size 2",
+    ),
     Rule(
         ("--expert-model-parallel-size",),
         lambda v: v.expert_model_parallel_size > 1 and not v.num_experts,

@@ -6,7 +6,9 @@ import copy
 from argparse import Namespace
 
 from megatron.models.config import ModelConfig
+from megatron.train.arguments.experts import missing_library
 from megatron.train.arguments.limits import check_limits
+from megatron.train.arguments.ranges import check_ranges
 from megatron.train.arguments.refuse import notes, refusals
 from megatron.train.arguments.resolve import Context, default_device, resolve
 from megatron.train.arguments.rules import check_rules
@@ -28,7 +30,13 @@ def validate(arguments: Namespace, world_size: int, device: str | None = None) -
     if refused:
         raise ValueError("; ".join(refused))
     without_effect = notes(arguments)
-    config = _checked(arguments, Context(world_size, device or default_device()), without_effect)
+    context = Context(world_size, device or default_device())
+    missing = missing_library(arguments)
+    if missing and arguments.validate_only:  # the run may start on other machines
+        context.warnings.append(missing)
+    config = _checked(arguments, context, without_effect)
+    if missing and not arguments.validate_only:
+        raise ValueError(missing)
     # The model's own rules, before any process group exists; its vocabulary may not be known yet.
     ModelConfig.from_arguments(config if config.vocab_size else config.replace(vocab_size=1))
     return config
@@ -43,6 +51,7 @@ def _checked(arguments: Namespace, context: Context, without_effect: list[str]) 
     if context.world_size < 1:
         raise ValueError(f"a world of {context.world_size} ranks: WORLD_SIZE must be 1 or more")
     check_rules(arguments)
+    check_ranges(arguments)  # before a number out of range is derived from
     resolve(arguments, context)
     check_limits(arguments)
     values = dict(vars(arguments))

@@ -63,7 +63,7 @@ def test_illegal_pairs(rule: Rule) -> None:
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
             "--microbatch-group-size-per-virtual-pipeline-stage 1",
             2,
-            "interleaved: groups of 1 microbatches are too small for 2 ranks; the least is 2",
+            "--microbatch-group-size-per-virtual-pipeline-stage 1 is less than --pipeline-model-parallel-size 2",
         ),
         ("--num-experts 6 --expert-model-parallel-size 4", 4, "--num-experts 6 is not a multiple"),
         (

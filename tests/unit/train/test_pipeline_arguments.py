@@ -89,7 +89,7 @@ def test_any_number_of_microbatches() -> None:
         (
             "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
             "--microbatch-group-size-per-virtual-pipeline-stage 3",
-            "the least is 4",
+            "--microbatch-group-size-per-virtual-pipeline-stage 3 is less than",
         ),
         (
             "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 9",
