@@ -11,6 +11,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 # Sets DATA_WORDS for a .bin/.idx prefix and a Hugging Face tokenizer; "mock" stands for random tokens.
 data_words() {
+    case "$1" in -*) say "$1: give DATA and TOKENIZER, or mock, before flags; see --help"; exit 2 ;; esac
+    if [ "$1" != mock ] && [ -z "$2" ]; then
+        say "$1: give its TOKENIZER too; see --help"
+        exit 2
+    fi
     if [ "$1" = mock ]; then
         DATA_WORDS=(--mock-data --tokenizer-type NullTokenizer)
     else

@@ -2,7 +2,7 @@
 # Pretrain a tiny DeepSeek-V3 (latent attention, experts with bias routing, a further token predicted) on this
 # repository's corpus: 4 ranks, expert parallel 2 x context parallel 2, ZeRO-3 FSDP. CPU or GPU, a few minutes.
 #
-#   scripts/pretrain_deepseek_tiny.sh [FOLDER [FLAGS]]   everything goes to FOLDER (default: runs/deepseek_tiny);
+#   scripts/pretrain_deepseek_tiny.sh [FOLDER] [FLAGS]    everything goes to FOLDER (default: runs/deepseek_tiny);
 #       FLAGS are given to pretrain_deepseek.py after those below, e.g.
 #       --expert-model-parallel-size 4                   a quarter of the experts on each rank
 #       --pipeline-model-parallel-size 2 --context-parallel-size 1
@@ -10,8 +10,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in -h | --help) show_usage; exit 0 ;; esac
-folder="${1:-$REPOSITORY_ROOT/runs/deepseek_tiny}"
-[ "$#" -gt 0 ] && shift
+folder="$REPOSITORY_ROOT/runs/deepseek_tiny"
+case "${1:---}" in --*) ;; *) folder="$1"; shift ;; esac
 ensure_environment run
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"

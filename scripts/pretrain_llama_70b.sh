@@ -18,8 +18,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 data="${1:-}" tokenizer="${2:-}"
 case "$data" in "" | -h | --help) show_usage; exit $(($# < 1 ? 2 : 0)) ;; esac
-shift; [ "$data" = mock ] || shift
 data_words "$data" "$tokenizer"
+shift; [ "$data" = mock ] || shift
 
 parallel=(
     --tensor-model-parallel-size 8 --sequence-parallel

@@ -16,8 +16,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 data="${1:-}" tokenizer="${2:-}"
 case "$data" in "" | -h | --help) show_usage; exit $(($# < 1 ? 2 : 0)) ;; esac
-shift; [ "$data" = mock ] || shift
 data_words "$data" "$tokenizer"
+shift; [ "$data" = mock ] || shift
 
 parallel=(
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params

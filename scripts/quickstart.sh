@@ -8,6 +8,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 case "${1:-}" in -h | --help) show_usage; exit 0 ;; esac
+case "${1:-}" in -*) echo "quickstart.sh takes a folder and no flags, not $1: see --help" >&2; exit 2 ;; esac
 folder="${1:-$REPOSITORY_ROOT/runs/quickstart}"
 began=$SECONDS
 

@@ -6,6 +6,9 @@ the machine and the run.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
+
 from megatron.models.presets_experts import EXPERT_PRESETS
 
 FlagValue = bool | int | float | str
@@ -122,3 +125,20 @@ def preset_flags(name: str) -> list[str]:
     for flag, value in PRESETS[name].items():
         words += [flag] if value is True else [flag, str(value)]
     return words
+
+
+def with_preset(given: Sequence[str], default: str) -> list[str]:
+    """The flags of the preset that --preset NAME or --preset=NAME names (else `default`), then the other words.
+
+    Raises ValueError for a preset that is unknown, without a name, or given twice.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--preset", action="append")
+    try:
+        known, rest = parser.parse_known_args(list(given))
+    except argparse.ArgumentError:
+        raise ValueError(f"--preset needs a name, such as {default}") from None
+    names = known.preset or [default]
+    if len(names) > 1:
+        raise ValueError(f"--preset {' and --preset '.join(names)}: give one preset")
+    return [*preset_flags(names[0]), *rest]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from megatron.models.config import ModelConfig
+from megatron.models.presets import preset_flags, with_preset
 from megatron.train import main
 from megatron.train.arguments import batch_schedule, parse_args, validate
+from megatron.train.errors import is_users
 
 LOGS = (
     "--log-params-norm --log-num-zeros-in-grad --log-validation-ppl-to-tensorboard --log-timers-to-tensorboard "
@@ -140,3 +144,59 @@ def test_a_deepseek_run_resolves() -> None:
         "sigmoid",
         256,
     )
+
+
+def test_the_preset_of_a_model_with_experts() -> None:
+    """Both spellings; twice, without a name and an unknown one are one line."""
+
+    def words(given: list[str]) -> list[str]:
+        return with_preset(given, "deepseek-v3-tiny")
+
+    tiny = preset_flags("deepseek-v3-tiny")
+    assert words(["--lr", "1"]) == [*tiny, "--lr", "1"]
+    for given in (["--preset", "mixtral-8x7b"], ["--preset=mixtral-8x7b"]):
+        assert words([*given, "--lr", "1"]) == [*preset_flags("mixtral-8x7b"), "--lr", "1"]
+    for wrong, message in (
+        (["--preset", "a", "--preset=b"], "--preset a and --preset b: give one preset"),
+        (["--preset"], "--preset needs a name"),
+        (["--preset", "--lr", "1"], "--preset needs a name"),
+        (["--preset=none"], "none"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            words(wrong)
+        assert is_users(caught.value)
+
+
+def test_flags_of_the_tiny_deepseeks_script_may_stand_without_a_folder(tmp_path: Path) -> None:
+    """The script up to where it starts processes, with a stand-in for Python."""
+    script = Path(__file__).resolve().parents[3] / "scripts" / "pretrain_deepseek_tiny.sh"
+    text = script.read_text().replace("ensure_environment run", "PYTHON=echo")
+    copy = tmp_path / "scripts" / script.name
+    copy.parent.mkdir()
+    copy.write_text(text)
+    (copy.parent / "env.sh").write_text(f"REPOSITORY_ROOT={tmp_path}\n")
+    for folder, words in (("runs/deepseek_tiny", ()), ("there", (str(tmp_path / "there"),))):
+        done = subprocess.run(
+            ["bash", str(copy), *words, "--expert-model-parallel-size", "4"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        last = done.stdout.splitlines()[-1]
+        assert last.endswith("--expert-model-parallel-size 4") and f"{tmp_path}/{folder}/cache" in last
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (
+            "pretrain_gpt_345m.sh",
+            ["--train-iters", "3"],
+            "--train-iters: give DATA and TOKENIZER, or mock, before flags",
+        ),
+        ("pretrain_gpt_345m.sh", ["text_document"], "text_document: give its TOKENIZER too"),
+        ("quickstart.sh", ["--train-iters"], "takes a folder and no flags, not --train-iters"),
+    ],
+)
+def test_scripts_refuse_a_flag_in_place_of_a_path(script: str, words: list[str], message: str) -> None:
+    path = Path(__file__).resolve().parents[3] / "scripts" / script
+    done = subprocess.run(["bash", str(path), *words], capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
