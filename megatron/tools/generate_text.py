@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -103,30 +104,27 @@ def generate(
     return ids[len(prompt) :]
 
 
-def single_rank_config(load: str, iteration: int | None) -> tuple[TrainConfig, int]:
-    """The configuration that a checkpoint was saved with, for one rank, and the checkpoint's iteration.
+def single_rank_config(load: str | Path, iteration: int) -> TrainConfig:
+    """The configuration that a checkpoint was saved with, for one rank.
 
     Raises:
         ValueError: nothing to load at `load`.
     """
     from megatron.train.arguments.resolve import default_device
-    from megatron.train.checkpoint import MARKER, latest_iteration, read_record
+    from megatron.train.checkpoint import read_record
 
-    found = latest_iteration(load) if iteration is None else iteration
-    if found is None:
-        raise ValueError(f"--load {load} holds no {MARKER}; give the --save directory of a run")
     device = default_device()
     arguments = {
-        **dict(read_record(load, found).arguments),
+        **dict(read_record(load, iteration).arguments),
         **_ONE_RANK,
         "device": device,
         "distributed_backend": "nccl" if device == "cuda" else "gloo",
     }
-    return TrainConfig(arguments), found
+    return TrainConfig(arguments)
 
 
 def load_model(
-    load: str, config: TrainConfig, iteration: int, vocab_size: int
+    load: str | Path, config: TrainConfig, iteration: int, vocab_size: int
 ) -> tuple[torch.nn.Module, torch.device]:
     """Build the model of `config` on this one rank and fill it from a checkpoint; dropout off."""
     from megatron.fsdp import checkpoint as fsdp_checkpoint
@@ -154,15 +152,17 @@ def run(args: argparse.Namespace) -> str:
     Raises:
         ValueError: wrong flags, or a checkpoint that cannot be loaded.
     """
+    from megatron.tools.loading import whole_checkpoint
     from megatron.train.tokenizers import build_tokenizer
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     if args.num_tokens < 1:
         raise ValueError(f"--num-tokens {args.num_tokens}: give 1 or more")
-    config, iteration = single_rank_config(args.load, args.ckpt_step)
+    root, iteration = whole_checkpoint(args.load, args.ckpt_step)
+    config = single_rank_config(root, iteration)
     tokenizer = build_tokenizer(config)
     prompt = tokenizer.tokenize(args.prompt) or [tokenizer.eod]
-    model, device = load_model(args.load, config, iteration, tokenizer.vocab_size)
+    model, device = load_model(root, config, iteration, tokenizer.vocab_size)
 
     @torch.no_grad()
     def logits_of(tokens: Tensor) -> Tensor:
@@ -202,8 +202,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="generate_text", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--load", required=True, help="the --save folder of a run")
-    add("--ckpt-step", type=int, help="iteration of the checkpoint (default: the latest)")
+    add("--load", required=True, help="the --save folder of a run, or one iter_* folder in it")
+    add("--ckpt-step", type=int, help="iteration of the checkpoint (default: the newest whole one)")
     add("--prompt", default="", help="text to continue (default: the beginning of a document)")
     add("--num-tokens", type=int, default=120, help="tokens to add (default: 120)")
     add("--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)")

@@ -31,18 +31,16 @@ def run(args: argparse.Namespace) -> list[str]:
 
         return import_core(Path(args.load), Path(args.save), args.vocab_size)
     from megatron.tools.convert.export_hugging_face import ExportOptions, export_hugging_face
+    from megatron.tools.loading import whole_checkpoint
     from megatron.train.build import DTYPES
-    from megatron.train.checkpoint import MARKER, latest_iteration
 
-    iteration = latest_iteration(args.load) if args.ckpt_step is None else args.ckpt_step
-    if iteration is None:
-        raise ValueError(f"--load {args.load} holds no {MARKER}; give the --save folder of a run")
+    root, iteration = whole_checkpoint(args.load, args.ckpt_step)
     options = ExportOptions(
         like=None if args.like is None else Path(args.like),
         dtype=None if args.dtype is None else DTYPES[args.dtype],
         max_file_bytes=args.max_file_size,
     )
-    return export_hugging_face(Path(args.load), iteration, Path(args.save), options)
+    return export_hugging_face(root, iteration, Path(args.save), options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", required=True, help="folder with config.json and safetensors files")
     add("--save", required=True, help="folder to make; later the --load of a run")
     add = commands.add_parser("to-hugging-face", help="ours -> Hugging Face safetensors").add_argument
-    add("--load", required=True, help="the --save folder of a run")
-    add("--ckpt-step", type=int, help="iteration of the checkpoint (default: the latest)")
+    add("--load", required=True, help="the --save folder of a run, or one iter_* folder in it")
+    add("--ckpt-step", type=int, help="iteration of the checkpoint (default: the newest whole one)")
     add("--save", required=True, help="folder to make")
     add("--like", help="folder of the same model: its config.json, tokenizer, dtypes and division into files")
     add("--dtype", choices=_DTYPES, help="of the weights (default: as in the checkpoint, or as --like)")

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from megatron.tools.convert.command import main
+from megatron.tools.generate_text import main as generate
+from megatron.train.checkpoint import CHECKSUM_FILE, MARKER
 from tests.unit.tools.convert.models import build, change_config, rewrite, save, with_prediction_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -161,6 +163,7 @@ def test_a_checkpoint_that_cannot_be_exported(
     text = fails(capsys, "to-hugging-face", "--load", ours, *words, "--like", like)
     assert "is another model: of ours and its, layernorm_epsilon 1e-06, 1e-05" in text
     copy = shutil.copytree(ours, tmp_path / "copy")
+    (copy / "iter_0000000" / CHECKSUM_FILE).unlink()
     run_file = copy / "iter_0000000/run.json"
     record = json.loads(run_file.read_text())
     for field, value in (("activation", "gelu"), ("normalization", "LayerNorm")):
@@ -175,6 +178,30 @@ def test_a_checkpoint_that_cannot_be_exported(
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
     assert "iter_0000000" in fails(capsys, "to-hugging-face", "--load", copy, *words)
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob("*partial*"))
+
+
+def test_damage_is_found_before_an_export(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flipped bit, which torch loads without a word: one line, or the newest whole checkpoint before it."""
+    copy = shutil.copytree(ours, tmp_path / "copy")
+    shutil.copytree(copy / "iter_0000000", copy / "iter_0000003")
+    (copy / MARKER).write_text("3")
+    data = max(copy.glob("iter_0000003/*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    data.write_bytes(content)
+    for words in (("--load", copy, "--ckpt-step", 3), ("--load", data.parent)):
+        assert f"{data} is damaged" in fails(capsys, "to-hugging-face", *words, "--save", tmp_path / "back")
+    assert generate(["--load", str(copy), "--ckpt-step", "3"]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and f"{data} is damaged" in text
+    assert not (tmp_path / "back").exists()
+    for name, load in (("one", copy), ("other", copy / "iter_0000000")):
+        assert main(["to-hugging-face", "--load", str(load), "--save", str(tmp_path / name)]) == 0
+        assert (f"{data} is damaged" in capsys.readouterr().err) == (name == "one")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "other")]
+    assert weights[0] == weights[1]
 
 
 def test_sizes_of_files(capsys: pytest.CaptureFixture[str]) -> None:
