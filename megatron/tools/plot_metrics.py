@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.tools.picture import save_picture
+
 TRAINING = "lm_loss"
 VALIDATION = "lm_loss_validation"
 LEARNING_RATE = "learning_rate"
@@ -93,7 +95,7 @@ def draw(
     rates.set_ylabel("learning rate")
     rates.set_xlabel("iteration")
     rates.grid(alpha=0.3)
-    figure.savefig(output, dpi=120)
+    save_picture(figure, "--output", output)
     pyplot.close(figure)
 
 

@@ -15,6 +15,7 @@ from megatron.parallel.pipeline.actions import Compute, Kind, PipelineShape
 from megatron.parallel.pipeline.lower import COSTS, lower
 from megatron.parallel.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.parallel.pipeline.simulator import Report, simulate
+from megatron.tools.picture import save_picture
 
 COLOURS = {Kind.FORWARD: "#7aa6da", Kind.BACKWARD: "#8fbf8f", Kind.INPUT: "#8fd0c8", Kind.WEIGHT: "#e0b878"}
 
@@ -78,12 +79,12 @@ def draw(report: Report, shape: PipelineShape, title: str, path: Path) -> None:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in Kind if kind in used]
     axes.legend(handles, [kind.name.lower() for kind in Kind if kind in used], loc="upper right", fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_picture(figure, "--png", path)
     pyplot.close(figure)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command; 2 for sizes that the schedule does not allow."""
+    """The command; 2 for sizes that the schedule does not allow, or a picture that cannot be written."""
     parser = argparse.ArgumentParser(prog="show_schedule", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks")
@@ -102,7 +103,11 @@ def main(words: Sequence[str] | None = None) -> int:
     print(text(report, shape))
     if options.png is not None:
         title = f"{options.schedule}, {options.ranks} ranks, {options.microbatches} microbatches"
-        draw(report, shape, title, options.png)
+        try:
+            draw(report, shape, title, options.png)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         print(f"drawn into {options.png}")
     return 0
 

@@ -32,3 +32,12 @@ def test_sizes_that_do_not_fit_are_one_line(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err == (
         "error: 1f1b has one chunk on each rank, not 2: use the interleaved schedule\n"
     )
+
+
+@pytest.mark.parametrize(("name", "reason"), [("nowhere/x.png", "No such file"), ("x.foo", "Format 'foo'")])
+def test_a_picture_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    assert main(["--ranks", "2", "--microbatches", "2", "--png", str(tmp_path / name)]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: --png {tmp_path / name}: {reason}") and line.count("\n") == 1
