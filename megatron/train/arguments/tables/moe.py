@@ -224,6 +224,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Write each layer's balancing losses and each expert's share too.",
         "train/report.py",
+        test="models/moe/test_jobs.py",
     ),
     works(
         "--moe-apply-probs-on-input",

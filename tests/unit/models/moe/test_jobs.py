@@ -57,3 +57,19 @@ def test_any_layout_loads_what_another_saved(tmp_path: Path) -> None:
         assert result.series("max_expert_load") == pytest.approx(
             results[0].series("max_expert_load"), rel=0.02
         )
+
+
+def test_loads_of_each_layer_are_told_when_asked_for() -> None:
+    """--moe-per-layer-logging: the shares of a layer's experts sum to 1; without the flag there are none."""
+    words = (
+        "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --train-iters 2"
+    )
+    told, silent = succeed(jobs(1, [f"{words} --moe-per-layer-logging", words]))
+    for numbers in told.numbers[:2]:
+        for layer in ("layer_0", "layer_1"):
+            shares = [numbers[f"expert_load/{layer}/{i}"] for i in range(4)]
+            assert sum(shares) == pytest.approx(1.0) and max(shares) > 0.25 - 1e-9
+            assert numbers[f"max_expert_load/{layer}"] == pytest.approx(4 * max(shares))
+            assert numbers[f"load_balancing_loss/{layer}"] > 0
+    assert silent.series("max_expert_load") == told.series("max_expert_load") != []
+    assert not any("/layer_" in name for numbers in silent.numbers for name in numbers)
