@@ -82,6 +82,7 @@ class AuxiliaryLosses:
     _values: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     _loads: dict[str, Tensor] = field(default_factory=dict)
     _on_step_end: list[Callable[[AuxiliaryReport | None], None]] = field(default_factory=list)
+    _on_forget: list[Callable[[], None]] = field(default_factory=list)
 
     def attach(
         self,
@@ -111,6 +112,10 @@ class AuxiliaryLosses:
         """Add one microbatch's choices of this rank."""
         before = self._loads.get(layer)
         self._loads[layer] = counts if before is None else before + counts
+
+    def on_forget(self, call: Callable[[], None]) -> None:
+        """Call `call()` where a step begins anew: after its end, and where it is run again."""
+        self._on_forget.append(call)
 
     def on_step_end(self, call: Callable[[AuxiliaryReport | None], None]) -> None:
         """Call `call(report)` at the end of each step; report None: the step's update was skipped."""
@@ -147,9 +152,11 @@ class AuxiliaryLosses:
         return AuxiliaryReport(losses, loads)
 
     def forget(self) -> None:
-        """Drop what was recorded since the last step ended."""
+        """Drop what was recorded since the last step ended, and tell those who count along."""
         self._values.clear()
         self._loads.clear()
+        for call in self._on_forget:
+            call()
 
     def end_step(self, report: AuxiliaryReport | None) -> None:
         """Forget what was recorded and tell those who wait for it (expert biases move); None: update skipped."""

@@ -225,7 +225,7 @@ class GPTModel(nn.Module):
             )
             if position_ids is None:
                 position_ids = self._default_positions(tokens)
-            targets = PredictionTargets(tokens, position_ids, labels, loss_mask)
+            targets = PredictionTargets(tokens, position_ids, labels, loss_mask, document_ids)
             return self.mtp(hidden, targets, inputs, self.embedding, self._losses, losses)
 
     def _head(self, hidden: Tensor, **targets: Any) -> Tensor:

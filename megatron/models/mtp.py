@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron.models.block import AttentionInputs, Block, BlockSpec, LayerContext, layer_name
 from megatron.models.mlp import set_weight_init
 from megatron.parallel.collectives import launch_all_reduce
+from megatron.parallel.context.balance import zigzag_indices
 from megatron.parallel.context.roll import roll_left
 
 if TYPE_CHECKING:
@@ -54,12 +55,16 @@ class PredictionLayer(nn.Module):
 
 @dataclass(frozen=True)
 class PredictionTargets:
-    """The microbatch of this context rank: tokens, labels [b, s] and loss_mask [b, s] or None (all are valid)."""
+    """The microbatch of this context rank: tokens, labels [b, s] and loss_mask [b, s] or None (all are valid).
+
+    document_ids: [b, whole s], equal within a document, which no prediction leaves; None: one document.
+    """
 
     tokens: Tensor
     position_ids: Tensor
     labels: Tensor
     loss_mask: Tensor | None
+    document_ids: Tensor | None = None
 
 
 class MultiTokenPrediction(nn.Module):
@@ -112,11 +117,23 @@ class MultiTokenPrediction(nn.Module):
             else:
                 hidden = self._checkpoint(layer, embedded, hidden, inputs)
             losses = losses_of(hidden, labels)
-            count = launch_all_reduce(valid.sum(), group).wait().clamp(min=1.0)
-            value = (losses * valid).sum() / count
+            counted_here = valid * self._same_document(targets.document_ids, depth + 1)
+            count = launch_all_reduce(counted_here.sum(), group).wait().clamp(min=1.0)
+            value = (losses * counted_here).sum() / count
             name = layer_name(self._config, self._config.num_layers + depth)
             counted = self._mesh.rank("tp") == 0
             main_losses = self._auxiliary.attach(
                 main_losses, name, {"mtp_loss": (value, weight)}, counted=counted
             )
         return main_losses
+
+    def _same_document(self, ids: Tensor | None, ahead: int) -> Tensor | float:
+        """1.0 where the token `ahead` of this rank's is of the same document, else 0.0: [b, s]."""
+        if ids is None:
+            return 1.0
+        same = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
+        same[:, :-ahead] = (ids[:, ahead:] == ids[:, :-ahead]).float()
+        cp = self._mesh.size("cp")
+        return (
+            same if cp == 1 else same[:, zigzag_indices(ids.shape[1], cp, self._mesh.rank("cp"), ids.device)]
+        )

@@ -53,6 +53,7 @@ class TopKRouter(nn.Module):
         self._micro_group, self._step_group = mesh.group("tp_cp"), mesh.group("tp_dp_cp")
         self._micro_size, self._step_size = mesh.size("tp_cp"), mesh.size("tp_dp_cp")
         self._so_far = _StepCounts()
+        self._auxiliary.on_forget(self._so_far.clear)
         self._auxiliary.on_step_end(self._end_step)
 
     def forward(self, hidden: Tensor) -> Routing:
@@ -139,7 +140,6 @@ class TopKRouter(nn.Module):
         return balance.load_balancing_loss(probabilities, counts, counted, num_tokens, self.config.topk)
 
     def _end_step(self, report: AuxiliaryReport | None) -> None:
-        self._so_far.clear()
         if report is None or self.expert_bias is None:
             return
         counts = report.loads[self.layer_name].to(self.expert_bias.device)

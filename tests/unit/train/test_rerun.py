@@ -78,3 +78,18 @@ def test_a_spike_names_rank_microbatch_and_parameter() -> None:
 
 def _jobs(*lists: str) -> list[Outcome]:
     return run_ranks(run_jobs, 2, [words.split() for words in lists], timeout=150)[0]
+
+
+def test_a_step_run_again_counts_its_tokens_once() -> None:
+    """The loss over a step's tokens so far begins anew, as all that a step counts: a rerun step equals a plain one."""
+    common = (
+        "--global-batch-size 4 --micro-batch-size 1 --train-iters 3 --eval-iters 0 --num-experts 4 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 10 --disable-bias-linear "
+        "--moe-token-dispatcher-type alltoall --data-parallel-sharding-strategy optim --init-method-std 0.5 "
+        "--rerun-mode"
+    )
+    plain, again = run_ranks(
+        run_jobs, 2, [f"{common} {mode}".split() for mode in ("disabled", "report_stats")]
+    )[0]
+    assert plain.error is None and again.error is None
+    assert len(again.numbers) == 3 and again.numbers == plain.numbers
