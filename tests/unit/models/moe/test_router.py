@@ -195,7 +195,7 @@ def test_fractions_of_unequal_microbatches_sum_to_topk():
         router(hidden_states(length)).weights.sum().backward()
     counts, tokens = router._so_far._given[-1]
     assert tokens == 16 and int(counts.sum()) == 16 * 2
-    router._end_step(None)
+    router._auxiliary.end_step(None)
     assert router._so_far._counts is None
 
 
