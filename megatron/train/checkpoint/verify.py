@@ -12,6 +12,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,25 @@ from megatron.train.checkpoint.record import read_record_of
 from megatron.train.checkpoint.shard import FileSum, sum_of
 
 SMALL_FILES = (METADATA_FILE, RUN_FILE)
+_CONVERT = "convert it with megatron.tools.convert_checkpoint from-megatron-core"
+# What a run and its launch script may leave in --save before the first checkpoint.
+_BESIDE = (
+    "iter_*",
+    "non_persistent",
+    "wandb*",
+    "*tensorboard*",
+    "*.tfevents.*",
+    "*log*",
+    "*metrics*",
+    "*.jsonl",
+    "*.out",
+    "*.err",
+    "*.sh",
+    "*trace*",
+    "*profile*",
+    "*snapshot*",
+    "*cache*",
+)
 # What unpickling foreign bytes may raise.
 _UNREADABLE = (
     OSError,
@@ -123,6 +143,9 @@ def _fault_of(path: Path, expected: FileSum, read: bool) -> str | None:
 
 
 def _faults_by_metadata(directory: Path) -> list[str]:
+    foreign = _foreign_checkpoint(directory)
+    if foreign is not None:
+        return [foreign]
     for name in SMALL_FILES:
         if not (directory / name).is_file():
             return [f"{directory / name} is missing"]
@@ -230,16 +253,33 @@ def _advice(step: int | None, present: Sequence[int]) -> str:
 
 def _refuse_other_content(path: Path, flag: str) -> None:
     """A folder of something else is an error: starting from the beginning would look like loading it."""
-    if (path / RUN_FILE).is_file() or (path / METADATA_FILE).is_file():
+    if (path / RUN_FILE).is_file():
         raise ValueError(
-            f"{flag} {path} is one checkpoint and not the --save directory of a run (it holds {METADATA_FILE}); give "
+            f"{flag} {path} is one checkpoint and not the --save directory of a run (it holds {RUN_FILE}); give "
             f"the directory above it, with --ckpt-step for an older one"
         )
-    foreign = next(
-        (p for pattern in ("*.safetensors", "*.bin", "*.pt", "*.distcp") for p in path.glob(pattern)), None
-    )
+    foreign = _foreign_checkpoint(path)
     if foreign is not None:
+        raise ValueError(f"{flag} {foreign}")
+    names = sorted(p.name for p in path.glob("*") if not p.name.startswith(".") and p.name != "lost+found")
+    weights = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".distcp"))]
+    if weights or (names and not any(fnmatch(name, pattern) for name in names for pattern in _BESIDE)):
         raise ValueError(
-            f"{flag} {path} is not the --save directory of a run (it holds {foreign.name} and no {MARKER}); convert "
-            "foreign checkpoints with megatron.tools.convert_checkpoint"
+            f"{flag} {path} is not the --save directory of a run (it holds {(weights or names)[0]} and no {MARKER}); "
+            "give the one of a run, or an empty or new folder to start from the beginning; convert foreign "
+            "checkpoints with megatron.tools.convert_checkpoint"
         )
+
+
+def _foreign_checkpoint(directory: Path) -> str | None:
+    """ "path cause" if this is a checkpoint of megatron-core; None otherwise."""
+    if next(directory.glob("mp_rank_*"), None) is not None:
+        return (
+            f"{directory} is a checkpoint of Megatron-LM in its format torch (it holds mp_rank_*); save it once more "
+            f"with --ckpt-format torch_dist and {_CONVERT}"
+        )
+    ours = (directory / RUN_FILE).exists() or (directory / CHECKSUM_FILE).exists()
+    held = [name for name in ("common.pt", METADATA_FILE) if (directory / name).is_file() and not ours]
+    return (
+        f"{directory} is a checkpoint of another program (it holds {held[0]}); {_CONVERT}" if held else None
+    )

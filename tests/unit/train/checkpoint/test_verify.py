@@ -160,7 +160,29 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
         "holds model.safetensors.*convert_checkpoint",
     ),
     "one checkpoint": (lambda root: (root.mkdir(), (root / RUN_FILE).write_text("{}")), "is one checkpoint"),
-    "torch's": (lambda root: (root.mkdir(), (root / METADATA_FILE).write_text("")), "is one checkpoint"),
+    "torch's": (
+        lambda root: (root.mkdir(), (root / METADATA_FILE).write_text("")),
+        "^--load .* is a checkpoint of another program.*convert_checkpoint from-megatron-core",
+    ),
+    "megatron-core's": (
+        lambda root: ((root / "iter_0000002").mkdir(parents=True), (root / "iter_0000002/common.pt").touch()),
+        "iter_0000002 is a checkpoint of another program.*common.pt.*convert_checkpoint from-megatron-core",
+    ),
+    "Megatron-LM's old": (
+        lambda root: (
+            (root / "iter_0000002/mp_rank_00").mkdir(parents=True),
+            (root / MARKER).write_text("2"),
+        ),
+        "mp_rank_.*--ckpt-format torch_dist.*convert_checkpoint from-megatron-core",
+    ),
+    "notes": (
+        lambda root: (root.mkdir(), (root / "readme.txt").write_text("x")),
+        "^--load .*is not the --save directory of a run .it holds readme.txt",
+    ),
+    "a model without weights": (
+        lambda root: ((root / "model").mkdir(parents=True), (root / "config.json").write_text("{}")),
+        "^--load .*is not the --save directory of a run .it holds config.json",
+    ),
     "a marker of words": (
         lambda root: (root.mkdir(), (root / MARKER).write_text("release")),
         "holds 'release' instead of an iteration",
@@ -180,8 +202,26 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wandb_run_id.txt",
+        "tensorboard",
+        "events.out.tfevents.1.host",
+        "metrics.jsonl",
+        "train.log",
+        "logs",
+        ".keep",
+    ]
+    + ["non_persistent", "iter_0000003.partial", "snapshot.pickle", "lost+found", "launch.sh", "slurm-7.out"],
+)
+def test_what_a_run_leaves_before_its_first_checkpoint(tmp_path: Path, name: str) -> None:
+    """--save and --load name one folder from the first start on; --wandb-project writes its id there."""
+    (tmp_path / name).mkdir()
+    assert find_checkpoint(tmp_path) is None
+
+
 def test_an_empty_or_new_folder_holds_nothing_yet(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").mkdir()
     assert find_checkpoint(tmp_path) is None
     assert find_checkpoint(tmp_path / "new") is None
     with pytest.raises(ValueError, match="run.json is missing, so there is no checkpoint"):
