@@ -72,6 +72,11 @@ def import_core(load: Path, target: Path, vocab_size: int | None = None) -> list
     source = _open(load, vocab_size)
     tensors = _weights(source)
     step = _step(source.checkpoint)
+    if source.checkpoint.kinds and step is None:
+        raise ValueError(
+            f"--load: {source.checkpoint.directory} holds {', '.join(source.checkpoint.kinds)} but no step of the "
+            "optimizer, without which training would not go on as it was; save it once more with Megatron-LM"
+        )
     with_optimizer = step is not None and bool(source.checkpoint.kinds)
     if with_optimizer:
         assert step is not None
@@ -209,7 +214,6 @@ def _position(source: _Source) -> dict[str, Any]:
         iteration=int(common.get("iteration") or 0),
         consumed_train_samples=samples,
         consumed_valid_samples=int(values.get("consumed_valid_samples") or 0),
-        skipped_iterations=int(values.get("skipped_train_samples") or 0),
     )
     theirs = common.get("opt_param_scheduler") or {}
     schedule: dict[str, Any] = {}

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.tools.convert.command import main
 from megatron.tools.convert.core_checkpoint import open_checkpoint
+from megatron.train.checkpoint import read_record
 from tests.pool import run_ranks
 from tests.unit.tools.convert.core_runs import BATCH, arguments, go_on_with_all
 
@@ -122,3 +123,25 @@ def test_what_cannot_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "has shape [64, 33], but its arguments mean [61, 32]" in fails("d", {**wide, "args": args})
     buckets = {"optimizer.distributed.dp_group_idx_0.exp_avg": torch.zeros(3)}
     assert "--dist-ckpt-optim-fully-reshardable" in fails("e", {**embedding, **buckets, "args": args})
+
+
+def test_moments_need_their_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dropping them would look like going on; samples that were skipped are no iterations."""
+    args = Namespace(**arguments(0), skipped_train_samples=123)
+    shapes = {"linear_qkv.weight": (64, 32), "linear_proj.weight": (32, 32), "fc1.weight": (96, 32)}
+    shapes |= {"fc2.weight": (32, 48), "embeddings.weight": (64, 32), "output_layer.weight": (64, 32)}
+    weights = {
+        name: torch.zeros(next((shape for end, shape in shapes.items() if name.endswith(end)), (32,)))
+        for name in names_of(args)
+    }
+    values = {**weights, "args": args, "iteration": 2}
+    dcp.save(values, checkpoint_id=tmp_path / "plain", no_dist=True)
+    words = ["--load", str(tmp_path / "plain"), "--save", str(tmp_path / "ours")]
+    assert main(["from-megatron-core", *words]) == 0
+    assert read_record(tmp_path / "ours", 2).progress.skipped_iterations == 0
+    moments = {f"optimizer.state.exp_avg.{name}": value for name, value in weights.items()}
+    dcp.save({**values, **moments}, checkpoint_id=tmp_path / "moments", no_dist=True)
+    words = ["--load", str(tmp_path / "moments"), "--save", str(tmp_path / "other")]
+    assert main(["from-megatron-core", *words]) == 2
+    assert "holds exp_avg but no step of the optimizer" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
