@@ -53,6 +53,8 @@ def _run(argv: Sequence[str] | None, defaults: dict[str, object] | None, launch:
     if config.validate_only:
         if launch.rank == 0:
             print(config.to_json())
+            for line in [*from_checkpoint, *config.warnings]:
+                print(line, file=sys.stderr)
         return
     if config.logging_level is not None:
         logging.getLogger().setLevel(config.logging_level)

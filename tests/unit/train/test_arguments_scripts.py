@@ -67,8 +67,10 @@ def test_validate_only_prints_the_configuration_and_starts_nothing(
         monkeypatch.delenv(name, raising=False)
     if world_size is not None:
         monkeypatch.setenv("WORLD_SIZE", world_size)
-    main.main([*SMALL.split(), "--bf16", "--validate-only"])
-    printed = json.loads(capsys.readouterr().out)
+    main.main([*SMALL.split(), "--bf16", "--validate-only", "--sequence-parallel"])
+    streams = capsys.readouterr()
+    printed = json.loads(streams.out)
+    assert "--sequence-parallel" in streams.err  # the warnings of a start are there, beside the JSON
     assert (printed["world_size"], printed["data_parallel_size"]) == (expected, expected)
     assert printed["num_microbatches"] * expected == 8
     assert not dist.is_initialized()
