@@ -5,12 +5,19 @@ torchrun --nproc-per-node 4 pretrain_deepseek.py [--preset deepseek-v3-tiny] --e
 """
 
 import sys
+from collections.abc import Sequence
 
 from megatron.models.presets import with_preset
 from megatron.train.errors import one_line_errors
 from megatron.train.main import main
 
+
+def words(given: Sequence[str]) -> list[str]:
+    """The flags of the preset that is named, else of the tiny one, then the others."""
+    return with_preset(given, "deepseek-v3-tiny")
+
+
 if __name__ == "__main__":
     with one_line_errors():
-        command_line = with_preset(sys.argv[1:], "deepseek-v3-tiny")
+        command_line = words(sys.argv[1:])
     main(command_line)
