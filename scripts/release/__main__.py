@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         return _run(options)
-    except ReleaseError as error:
+    except (ReleaseError, RuntimeError, OSError) as error:  # the latter: git, or a command that is not there
         print(f"error: {error}", file=sys.stderr)
         return 2
 

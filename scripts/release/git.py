@@ -41,6 +41,11 @@ class Git:
         """Whether the command exits with 0."""
         return self._call(*arguments).returncode == 0
 
+    def failure(self, *arguments: str) -> str:
+        """What git says where the command fails; "" where it succeeds."""
+        done = self._call(*arguments)
+        return (done.stderr.strip() or done.stdout.strip() or "failed") if done.returncode else ""
+
     def find(self, *arguments: str) -> str:
         """Standard output without the last newline; "" if it fails."""
         done = self._call(*arguments)
@@ -100,7 +105,7 @@ class Git:
 
     def changed_files(self, base: str, head: str) -> list[str]:
         """Files that differ between two commits."""
-        return self.run("diff", "--name-only", base, head).split()
+        return [name for name in self.run("diff", "--name-only", "-z", base, head).split("\0") if name]
 
     def unmerged(self) -> list[str]:
         """Files with conflicts, which wait for the user."""

@@ -7,10 +7,11 @@ says what --continue and --abort do.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.release.checks import cases_for, check, write_report
-from scripts.release.git import Git, ReleaseError
+from scripts.release.git import PICKED, Git, ReleaseError
 from scripts.release.impact import CASES
 from scripts.release.state import State
 
@@ -43,8 +44,10 @@ def resume(git: Git) -> int:
             raise ReleaseError(f"still in conflict: {', '.join(conflicts)}; resolve and git add them")
         if _in_progress(git):
             _conclude(state, git)
-        state.done += 1
-        state.save(git)
+            state.done += 1
+        elif not _missing(state, git, [state.commits[state.done]]):  # committed by hand
+            state.done += 1
+        state.save(git)  # else it is applied again
         return _apply(state, git)
     git.need_clean()
     return _check(state, git)
@@ -74,7 +77,7 @@ def _conclude(state: State, git: Git) -> None:
     message = state.messages.get(state.commits[state.done])
     _bring_cases(state, git)
     if git.succeeds("diff", "--cached", "--quiet"):
-        git.run(COMMANDS[state.kind], "--skip")
+        _skip(state, git)
     elif message:
         git.run("commit", "--quiet", "--message", message)
     else:
@@ -90,19 +93,34 @@ def _bring_cases(state: State, git: Git) -> None:
 def apply_one(state: State, git: Git) -> bool:
     """Apply the next commit; False if it stops in a conflict."""
     commit = state.commits[state.done]
-    if state.kind == "pick":
-        done = git.succeeds("cherry-pick", "-x", commit)
-    else:
-        done = git.succeeds("revert", "--no-commit", commit)
-        if done:
+    how = ("cherry-pick", "-x") if state.kind == "pick" else ("revert", "--no-commit")
+    failure = git.failure(*how, commit)
+    if not failure:
+        if state.kind == "revert":
             _bring_cases(state, git)
             git.run("commit", "--quiet", "--message", state.messages[commit])
-    if not done and not git.unmerged():
-        if not git.succeeds("diff", "--cached", "--quiet"):
-            raise RuntimeError(f"git could not apply {git.subject(commit)}")
-        git.run(COMMANDS[state.kind], "--skip")  # nothing of it is new here
         return True
-    return done
+    if git.unmerged():
+        return False
+    if not _in_progress(git) or not git.succeeds("diff", "--cached", "--quiet"):
+        raise ReleaseError(
+            f"git could not apply {git.subject(commit)}:\n{failure}\nMend it and go on with --continue, or --abort"
+        )
+    _skip(state, git)  # nothing of it is new here
+    return True
+
+
+def _skip(state: State, git: Git) -> None:
+    git.run(COMMANDS[state.kind], "--skip")
+    state.skipped.append(state.commits[state.done])
+
+
+def _missing(state: State, git: Git, commits: Sequence[str]) -> list[str]:
+    """Those of `commits` that the branch should hold and does not."""
+    bodies = git.run("log", "--format=%B", f"{state.onto}..HEAD")
+    signs = {each: PICKED.format(each) for each in commits} if state.kind == "pick" else {}
+    signs |= {each: state.messages[each].splitlines()[0] for each in commits if each not in signs}
+    return [each for each in commits if each not in state.skipped and signs[each] not in bodies]
 
 
 def _apply(state: State, git: Git) -> int:
@@ -124,6 +142,11 @@ def _apply(state: State, git: Git) -> int:
 
 
 def _check(state: State, git: Git) -> int:
+    if lost := _missing(state, git, state.commits):
+        raise ReleaseError(
+            f"{state.branch} does not hold {', '.join(git.subject(each) for each in lost)} any more: bring it back, or "
+            "give up with --abort and begin again"
+        )
     results = check(state, git)
     report = write_report(state, results, git)
     failed = [each for each in results if each.status]
@@ -141,7 +164,9 @@ def _check(state: State, git: Git) -> int:
     git.go_to(state.came_from)
     State.clear(git)
     where = f"{state.onto} holds" if state.merge else f"branch {state.branch}, ready for review, holds"
-    print(f"green: {where} {len(state.commits)} commit(s); the report: {report}")
+    for each in state.skipped:
+        print(f"nothing new in {git.subject(each)}: it is not on the branch")
+    print(f"green: {where} {len(state.commits) - len(state.skipped)} commit(s); the report: {report}")
     return 0
 
 

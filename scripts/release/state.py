@@ -27,6 +27,7 @@ class State:
         merge: fast-forward `onto` when green.
         stage: "applying" or "checking".
         bring: of a revert, a commit that has `cases` where `onto` does not: they are added to the revert.
+        skipped: commits that brought nothing new.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class State:
     cases: list[str] = field(default_factory=list)
     stage: str = "applying"
     bring: str = ""
+    skipped: list[str] = field(default_factory=list)
 
     def save(self, git: Git) -> None:
         """Write it."""

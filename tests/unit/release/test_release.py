@@ -168,6 +168,56 @@ def test_a_conflict_stops_and_can_be_given_up_or_resolved(repository: Repository
     assert f"(cherry picked from commit {change})" in repository.git("log", "-2", "core_r0.1")
 
 
+def test_no_commit_is_lost_on_the_way(repository: Repository) -> None:
+    """A file in the way, a pick aborted behind the tool's back, a branch reset: never green without the commit."""
+    new = repository.commit("Add a file", {"new.txt": "new\n"})
+    more = repository.commit("Add more", {"more.txt": "more\n"})
+    repository.git("switch", "--quiet", "core_r0.1")
+    (repository.folder / "new.txt").write_text("in the way\n")
+    status, said = repository.pick(new, more, "--onto", "core_r0.1", "--merge")
+    assert status == 2 and "git could not apply" in said and "would be overwritten" in said, said
+    assert "Traceback" not in said
+    assert repository.pick("--continue")[0] == 2  # it is in the way still
+    (repository.folder / "new.txt").unlink()
+    status, said = repository.pick("--continue")
+    assert status == 0 and "core_r0.1 holds 2 commit(s)" in said, said
+    assert (
+        repository.show("core_r0.1", "new.txt") == "new"
+        and repository.show("core_r0.1", "more.txt") == "more"
+    )
+
+    repository.git("switch", "--quiet", "main")
+    change = repository.commit("Change the notes", {"notes.txt": "main\n"})
+    repository.git("switch", "--quiet", "core_r0.1")
+    repository.commit("Go another way", {"notes.txt": "release\n"})
+    assert repository.pick(change, "--onto", "core_r0.1")[0] == 3
+    repository.git("cherry-pick", "--abort")
+    assert repository.pick("--continue")[0] == 3  # asked again
+    (repository.folder / "notes.txt").write_text("both\n")
+    repository.git("add", "notes.txt")
+    repository.git("commit", "--quiet", "--no-edit")  # by hand
+    status, said = repository.pick("--continue")
+    assert status == 0 and "holds 1 commit(s)" in said, said
+
+
+def test_a_branch_that_lost_its_picks_is_not_green(repository: Repository) -> None:
+    change = repository.commit("Change the model", {"model.txt": "2\n"})
+    status, said = repository.script("cherry_pick.sh", change, "--onto", "core_r0.1", "--unit-tests", "false")
+    assert status == 4, said
+    repository.git("reset", "--quiet", "--hard", "core_r0.1")
+    status, said = repository.pick("--continue")
+    assert status == 2 and "does not hold" in said and "Change the model" in said, said
+
+
+def test_a_pick_without_anything_new_is_said(repository: Repository) -> None:
+    change = repository.commit("Add a file", {"new.txt": "new\n"})
+    repository.git("switch", "--quiet", "core_r0.1")
+    repository.commit("Add it here", {"new.txt": "new\n"})
+    repository.git("switch", "--quiet", "main")
+    status, said = repository.pick(change, "--onto", "core_r0.1")
+    assert status == 0 and "nothing new in" in said and "holds 0 commit(s)" in said, said
+
+
 def test_a_failing_golden_leaves_the_release_untouched(repository: Repository) -> None:
     bad = repository.commit("Change the model", {"model.txt": "2\n", "megatron/fsdp/x.py": "\n"})
     before = repository.git("rev-parse", "core_r0.1")
