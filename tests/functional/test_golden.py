@@ -119,6 +119,20 @@ def test_the_update_stores_nothing_that_differs_between_two_runs(
     assert set(golden.SAME) | {"commit", "runs"} == set(recorded)
 
 
+def test_a_second_run_with_equal_numbers_makes_values_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What one run gave is compared within tolerances; two equal runs are stored as such, and stay."""
+    case = replace(load("gpt/dropout-ckpt-resume"), name=str(tmp_path), test_type="regular", launches=())
+    monkeypatch.setattr(update_golden, "_run", lambda case, options: [METRICS])
+    runs = []
+    for once in (True, False, True):
+        options = argparse.Namespace(once=once, platform="cpu", force=False, diff=False)
+        assert update_golden.renew(case, options)[0]
+        runs.append(golden.load(golden.path_of(tmp_path))[1]["runs"])
+    assert runs == [1, 2, 2]
+
+
 def test_every_case_has_its_golden_file() -> None:
     for case in all_cases():
         metrics, recorded = golden.load(golden.path_of(case.folder))

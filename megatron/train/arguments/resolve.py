@@ -60,6 +60,13 @@ def _older_spellings(v: Namespace, context: Context) -> None:
                 "--recompute-activations means --recompute-granularity selective, not full: drop one of them"
             )
         v.recompute_granularity = "selective"
+    if v.moe_enable_deepep:
+        if v.moe_token_dispatcher_type != "flex":
+            raise ValueError(
+                f"--moe-enable-deepep is for --moe-token-dispatcher-type flex, not {v.moe_token_dispatcher_type}: use "
+                "that, or drop it"
+            )
+        v.moe_flex_dispatcher_backend = "deepep"
     if v.position_embedding_type == "yarn":
         v.position_embedding_type, v.rope_type = "rope", "yarn"
     if v.use_rotary_position_embeddings:

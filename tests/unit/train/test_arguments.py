@@ -303,6 +303,12 @@ def test_older_spellings() -> None:
     assert made.position_embedding_type == "rope"
     assert config(base=RUN.replace("--num-layers", "--encoder-num-layers")).num_layers == 4
     assert "contradict" in refused("--encoder-num-layers 5")
+    assert "--moe-enable-deepep is for --moe-token-dispatcher-type flex" in refused("--moe-enable-deepep")
+    flex = (
+        "--moe-enable-deepep --moe-token-dispatcher-type flex --num-experts 4 --expert-model-parallel-size 2 "
+        "--validate-only --moe-flex-dispatcher-backend hybridep"
+    )
+    assert config(flex, world_size=2).moe_flex_dispatcher_backend == "deepep"
 
 
 # vocabulary

@@ -92,14 +92,13 @@ FLAGS: tuple[Flag, ...] = (
         "--ckpt-format",
         str,
         "torch_dist",
-        "there is one format, torch.distributed.checkpoint's, which every layout loads",
+        "there is one format, torch.distributed.checkpoint's, which every layout loads (so for torch too)",
         choices=(
             "torch",
             "torch_dist",
             "torch_dcp",
             "fsdp_dtensor",
         ),
-        refused_values=(("torch", "one file per rank cannot be resharded; use torch_dist or torch_dcp"),),
     ),
     no_op("--auto-detect-ckpt-format", Switch.ON, False, "there is one format"),
     works(

@@ -45,8 +45,13 @@ FLAGS: tuple[Flag, ...] = (
         refused_values=(("ncclep", "use deepep or hybridep, or --moe-token-dispatcher-type alltoall"),),
         test="parallel/expert/test_dispatch.py",
     ),
-    refused(
-        "--moe-enable-deepep", Switch.ON, False, "its place is --moe-token-dispatcher-type flex: use that"
+    works(
+        "--moe-enable-deepep",
+        Switch.ON,
+        False,
+        "The older spelling of --moe-flex-dispatcher-backend deepep, under --moe-token-dispatcher-type flex.",
+        "train/arguments/resolve.py",
+        test="train/test_arguments.py",
     ),
     no_op("--moe-deepep-num-sms", int, None, "tunes a kernel of DeepEP"),
     no_op("--moe-flex-dispatcher-num-sms", int, None, "tunes a kernel of the flex dispatcher"),
