@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.parallel.context import ContextParallelShape, check_context_parallel
 from megatron.parallel.pipeline.schedules import make_schedule
+from megatron.parallel.pipeline.stages import StageLayers
 from megatron.train.arguments.experts import check_experts
 from megatron.train.arguments.fp8 import check_fp8_sizes
 from megatron.train.arguments.overlap import check_overlap
@@ -146,14 +147,25 @@ def _pipeline(v: Namespace) -> None:
             "gradients of experts only where they are fused; drop one of them"
         )
     plan = pipeline_plan(v)
-    if any(stage.num_mtp for stage in plan.stages):
-        raise ValueError(
-            f"--pipeline-model-parallel-layout {v.pipeline_model_parallel_layout}: multi-token prediction layers (m) "
-            "are not there yet in a pipeline: leave them out"
-        )
+    _predictions(v, plan.stages)
     _group_size(plan.schedule, plan.group_size, ranks)
     # Says the schedule's own rules; any number of microbatches will do.
     make_schedule(plan.schedule, plan.shape(ranks, 1), plan.group_size)
+
+
+def _predictions(v: Namespace, stages: Sequence[StageLayers]) -> None:
+    """Multi-token prediction runs with the loss, whose head it shares: a layout may say so (m)."""
+    count = sum(stage.num_mtp for stage in stages)
+    layout = f"--pipeline-model-parallel-layout {v.pipeline_model_parallel_layout}"
+    if count and count != (v.mtp_num_layers or 0):
+        raise ValueError(
+            f"{layout} has {count} m, --mtp-num-layers is {v.mtp_num_layers or 0}: make them equal"
+        )
+    if any(stage.num_mtp and not stage.loss for stage in stages):
+        raise ValueError(
+            f"{layout}: prediction layers (m) run on the stage of the loss (L), whose head they share: move every m "
+            "there"
+        )
 
 
 def _group_size(schedule: str, size: int | None, ranks: int) -> None:

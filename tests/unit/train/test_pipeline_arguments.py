@@ -80,7 +80,15 @@ def test_any_number_of_microbatches() -> None:
         ("--pipeline-model-parallel-layout Et*8L", "--pipeline-model-parallel-layout is for pipelines"),
         ("--pipeline-model-parallel-size 4 --num-layers 1", "stage 1 of 4 has nothing to do"),
         ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|t|tL", "has 4 layers"),
-        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8|mL", "are not there yet"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8|mL",
+            "mL has 1 m, --mtp-num-layers is 0",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8m|L --mtp-num-layers 1 "
+            "--position-embedding-type rope",
+            "run on the stage of the loss",
+        ),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4|L",
             "has 3 stages: give a multiple",

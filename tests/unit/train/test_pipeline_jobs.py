@@ -72,6 +72,27 @@ def test_jobs_and_checkpoints_do_not_depend_on_the_pipeline(tmp_path: Path, pipe
             torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9)
 
 
+def test_predictions_alone_with_the_loss(tmp_path: Path) -> None:
+    """P07: untied, the last stage holds loss and prediction only, and with it a copy of the embedding."""
+    common = (
+        f"{COMMON} --untie-embeddings-and-output-weights --mtp-num-layers 1 --eval-interval 100 --eval-iters 0 "
+        "--position-embedding-type rope "
+        "--data-parallel-sharding-strategy optim"
+    )
+    piped = f"{common} --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|tt|mL"
+    (whole,) = run(1, common)
+    four, two, rest = run(
+        3, piped, f"{piped} --exit-interval 2 --save {tmp_path}", f"{piped} --load {tmp_path}"
+    )
+    assert {"lm_loss", "mtp_loss", "grad_norm"} <= whole[0].numbers[0].keys()
+    assert_same_numbers(four[0].numbers, whole[0].numbers)
+    assert_same_numbers(two[0].numbers + rest[0].numbers, whole[0].numbers)
+    for first, _, last in (four, rest):
+        (name,) = [name for name in first.weights if "word_embeddings" in name]
+        assert torch.equal(first.weights[name], last.weights[name])
+        torch.testing.assert_close(first.weights[name], whole[0].weights[name], rtol=1e-7, atol=1e-9)
+
+
 def test_low_precision() -> None:
     """Messages have the dtype of the hidden states."""
     common = f"{COMMON} --train-iters 2 --eval-interval 4".replace("--fp64", "--bf16")
