@@ -130,7 +130,12 @@ RULES: tuple[EnvironmentRule, ...] = (
 )
 
 
-OTHER_SPELLINGS = {"PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+OTHER_SPELLINGS = {
+    "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF",
+    "TORCH_NCCL_BLOCKING_WAIT": "NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "NCCL_ASYNC_ERROR_HANDLING",
+}
+"""Newer or older names of the same, judged alike."""
 
 
 def environment_for(config: Any, environ: Mapping[str, str]) -> dict[str, str]:
@@ -144,11 +149,10 @@ def environment_for(config: Any, environ: Mapping[str, str]) -> dict[str, str]:
     for rule in RULES:
         if not rule.applies(config):
             continue
-        given = environ.get(rule.name)
-        if given is None:
-            spelled_otherwise = OTHER_SPELLINGS.get(rule.name, "") in environ
-            if rule.default is not None and not spelled_otherwise:
-                wanted.setdefault(rule.name, rule.default)
-        elif rule.harmful(given):
-            raise ValueError(f"the environment sets {rule.name}={given}: {rule.why}")
+        given = [name for name in (rule.name, OTHER_SPELLINGS.get(rule.name, "")) if name in environ]
+        for name in given:
+            if rule.harmful(environ[name]):
+                raise ValueError(f"the environment sets {name}={environ[name]}: {rule.why}")
+        if not given and rule.default is not None:
+            wanted.setdefault(rule.name, rule.default)
     return wanted

@@ -66,6 +66,8 @@ def test_what_the_user_set_stays() -> None:
 HARMFUL = [
     ({}, QUEUES, "1"),
     ({}, "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),
+    ({}, "PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync"),
+    ({}, "NCCL_BLOCKING_WAIT", "1"),
     ({}, "PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),
     ({}, "TORCH_NCCL_BLOCKING_WAIT", "1"),
     ({}, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
