@@ -84,10 +84,10 @@ def check(case: PipeCase) -> list[RankTrace]:
 
 # The schedules, each with the pipelines that it is for: (pp, chunks).
 PIPELINES = {
-    "gpipe": ((2, 1), (2, 2)),
+    "gpipe": ((2, 1), (4, 1), (2, 2), (4, 2)),
     "1f1b": ((2, 1), (4, 1)),
     "interleaved": ((2, 2), (4, 2)),
-    "zero-bubble": ((2, 1), (2, 2), (4, 1)),
+    "zero-bubble": ((2, 1), (2, 2), (4, 1), (4, 2)),
 }
 COUNTS = (3, 1, 4, 6, 2)
 """Microbatches, step by step: fewer than ranks, as many, and more, none of them a rule's number."""
