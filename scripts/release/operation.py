@@ -44,10 +44,10 @@ def resume(git: Git) -> int:
             raise ReleaseError(f"still in conflict: {', '.join(conflicts)}; resolve and git add them")
         if _in_progress(git):
             _conclude(state, git)
+        # What is on the branch now was concluded here or by hand; what is not (it was aborted) is applied again.
+        if not _missing(state, git, [state.commits[state.done]]):
             state.done += 1
-        elif not _missing(state, git, [state.commits[state.done]]):  # committed by hand
-            state.done += 1
-        state.save(git)  # else it is applied again
+        state.save(git)
         return _apply(state, git)
     git.need_clean()
     return _check(state, git)
@@ -118,8 +118,8 @@ def _skip(state: State, git: Git) -> None:
 def _missing(state: State, git: Git, commits: Sequence[str]) -> list[str]:
     """Those of `commits` that the branch should hold and does not."""
     bodies = git.run("log", "--format=%B", f"{state.onto}..HEAD")
-    signs = {each: PICKED.format(each) for each in commits} if state.kind == "pick" else {}
-    signs |= {each: state.messages[each].splitlines()[0] for each in commits if each not in signs}
+    picks = state.kind == "pick"
+    signs = {each: PICKED.format(each) if picks else state.messages[each].splitlines()[0] for each in commits}
     return [each for each in commits if each not in state.skipped and signs[each] not in bodies]
 
 
