@@ -1,15 +1,16 @@
 """Training that began with megatron-core and goes on with ours.
 
-python -m tests.unit.tools.convert.core_runs FOLDER EXPERTS...: the first part. megatron-core saves with processes of
-its own, which the workers of a pool may not have.
+python -m tests.unit.tools.convert.core_runs FOLDER EXPERTS...: the first part.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing.dummy
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -170,12 +171,21 @@ def go_on_with_all(
     return [go_on(rank, world, folder, layout) for folder in folders]
 
 
+def write_by_threads() -> None:
+    """Let megatron-core write files by threads: the processes that it forks beside gloo's threads hang now and then."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    threads = SimpleNamespace(get_context=lambda _method: multiprocessing.dummy)
+    filesystem_async.mp = threads  # type: ignore[attr-defined]
+
+
 def main(folder: str, experts: list[str]) -> None:
     """Train each model; print {experts: losses}."""
     from tests.mcore.shim import install
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     install()
+    write_by_threads()
     losses = {count: train_with_core(Path(folder) / count / "iter_0000002", int(count)) for count in experts}
     print(json.dumps(losses))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -21,7 +19,6 @@ from megatron.train.checkpoint import read_record
 from tests.pool import run_ranks
 from tests.unit.tools.convert.core_runs import BATCH, arguments, go_on_with_all
 
-SECONDS, ATTEMPTS = 90, 3
 pytestmark = pytest.mark.filterwarnings("ignore")
 LAYOUTS = {
     0: "--data-parallel-sharding-strategy optim_grads_params",
@@ -34,28 +31,11 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
     """Folders of megatron-core's checkpoints by number of experts, and the losses of the runs that left them."""
     if importlib.util.find_spec("megatron.core") is None:
         pytest.skip("megatron-core is not installed (pip install --no-deps megatron-core==0.16.1)")
-    for _ in range(ATTEMPTS):
-        folder = tmp_path_factory.mktemp("core")
-        printed = run_core(folder)
-        if printed is not None:
-            return folder, json.loads(printed.splitlines()[-1])
-    pytest.fail(f"megatron-core did not save within {SECONDS} s, {ATTEMPTS} times")
-
-
-def run_core(folder: Path) -> str | None:
-    """What the runs print; None if they hang: megatron-core forks its writers beside gloo's threads."""
+    folder = tmp_path_factory.mktemp("core")
     command = [sys.executable, "-m", "tests.unit.tools.convert.core_runs", str(folder), *map(str, LAYOUTS)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, error = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the writers too, which hold the pipes
-        process.communicate()
-        return None
-    assert process.returncode == 0, error
-    return out
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("experts", LAYOUTS, ids=["dense", "experts"])
