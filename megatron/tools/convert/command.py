@@ -27,9 +27,10 @@ def run(args: argparse.Namespace) -> list[str]:
 
         return import_hugging_face(Path(args.load), Path(args.save))
     if args.command == "from-megatron-core":
-        from megatron.tools.convert.import_core import import_core
+        from megatron.tools.convert.import_core import ImportOptions, import_core
 
-        return import_core(Path(args.load), Path(args.save), args.vocab_size)
+        taken = ImportOptions(args.vocab_size, args.ckpt_step, not args.no_load_optim)
+        return import_core(Path(args.load), Path(args.save), taken)
     from megatron.tools.convert.export_hugging_face import ExportOptions, export_hugging_face
     from megatron.tools.loading import whole_checkpoint
     from megatron.train.build import DTYPES
@@ -89,5 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser("from-megatron-core", help="torch_dist or fsdp_dtensor -> ours").add_argument
     add("--load", required=True, help="folder of an iteration, or the --save folder of a run of Megatron-LM")
     add("--save", required=True, help="folder to make; later the --load of a run")
+    add("--ckpt-step", type=int, help="iteration of the checkpoint (default: the one that the marker names)")
+    add("--no-load-optim", action="store_true", help="take the weights alone")
     add("--vocab-size", type=int, help="the tokenizer's, where the checkpoint's arguments lack it")
     return parser

@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron.tools.convert import foreign
+
 COMMON_FILE = "common.pt"
 WEIGHT = ""  # the kind of a weight itself, beside the kinds of optimizer state
 MAIN_WEIGHTS = ("fp32_param", "master_param", "param")
@@ -99,7 +101,7 @@ class CoreCheckpoint:
         try:
             dcp.load(
                 {piece.key: out},
-                storage_reader=dcp.FileSystemReader(self.directory),
+                storage_reader=foreign.Reader(self.directory),
                 planner=planner,
                 no_dist=True,
             )
@@ -143,10 +145,14 @@ def _candidates(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{layer[1]}.{form[layer.end() :]}", (int(layer[2]), *index)
 
 
-def open_checkpoint(directory: Path) -> CoreCheckpoint:
-    """Read what describes a checkpoint. Raises ValueError naming file and cause if it is not one of theirs."""
+def open_checkpoint(directory: Path, with_optimizer: bool = True) -> CoreCheckpoint:
+    """Read what describes a checkpoint.
+
+    with_optimizer: its state will be read. Raises ValueError naming file and cause if the folder is not one of theirs,
+    or if that state cannot be read.
+    """
     try:
-        entries = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        entries = foreign.Reader(directory).read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
         raise ValueError(
             f"--load: {directory / '.metadata'} is missing or damaged ({type(error).__name__}); give the folder of "
@@ -154,13 +160,14 @@ def open_checkpoint(directory: Path) -> CoreCheckpoint:
         ) from None
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     common = _common(directory, [key for key in entries if key not in tensors])
-    if any(".distributed." in key or "param_state" in key for key in tensors):
+    bucketed = [key for key in tensors if ".distributed." in key or "param_state" in key]
+    if bucketed and with_optimizer:
         raise ValueError(
             f"--load: {directory}: its optimizer state is stored by buckets of one layout; save it once more with "
-            "--dist-ckpt-optim-fully-reshardable"
+            "--dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim"
         )
     names: dict[str, dict[str, str]] = {}
-    for key in tensors:
+    for key in tensors.keys() - bucketed:
         kind, name = _kind_and_name(key)
         names.setdefault(kind, {})[name] = key
     return CoreCheckpoint(directory, common, tensors, names)
@@ -184,14 +191,15 @@ def _common(directory: Path, objects: list[str]) -> dict[str, Any]:
     path = directory / COMMON_FILE
     try:
         if path.is_file():
-            return dict(torch.load(path, map_location="cpu", weights_only=False))
+            return dict(foreign.load(str(path)))
         wanted = [
             key
             for key in objects
             if key.startswith(("args", "iteration", "opt_param_scheduler", "optimizer."))
         ]
         values: dict[str, Any] = {key: io.BytesIO() for key in wanted}
-        dcp.load(values, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+        planner = foreign.ObjectPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(values, storage_reader=foreign.Reader(directory), planner=planner, no_dist=True)
     except Exception as error:
         raise ValueError(f"--load: {path} cannot be read ({type(error).__name__}: {error})") from error
     return _nested(values)

@@ -23,6 +23,7 @@ from megatron.tools.convert.core_checkpoint import (
     open_checkpoint,
 )
 from megatron.tools.convert.deferred import DeferredTensor
+from megatron.tools.convert.foreign import is_foreign
 from megatron.tools.convert.parts import save_in_parts
 from megatron.tools.convert.records import checkpoint_shapes, record_of
 from megatron.tools.convert.safetensors_file import first_few
@@ -30,9 +31,12 @@ from megatron.tools.convert.target import new_folder, refuse_existing
 from megatron.train.arguments import parse_args, validate
 from megatron.train.arguments.model import model_config_from
 from megatron.train.arguments.saved import model_destinations
-from megatron.train.checkpoint import Progress, directory_of, latest_iteration
+from megatron.train.checkpoint import MARKER, Progress, directory_of, latest_iteration
 from megatron.train.config import TrainConfig
 
+RELEASE = (
+    "release"  # what the marker holds instead of an iteration, and the folder's name, of a converted model
+)
 # Their name -> ours, of the schedule's configuration.
 _SCHEDULE = {
     "max_lr": "max_lr",
@@ -60,22 +64,33 @@ class _Source:
     shapes: Mapping[str, tuple[int, ...]]
 
 
-def import_core(load: Path, target: Path, vocab_size: int | None = None) -> list[str]:
+@dataclass(frozen=True)
+class ImportOptions:
+    """vocab_size: the tokenizer's, where the checkpoint's arguments do not say it (None: all rows of the embedding are
+    words). iteration: of the checkpoint (None: the marker's). optimizer: take its state, if there is any.
+    """
+
+    vocab_size: int | None = None
+    iteration: int | None = None
+    optimizer: bool = True
+
+
+def import_core(load: Path, target: Path, options: ImportOptions) -> list[str]:
     """Convert a checkpoint of megatron-core to one of ours, `target`, which must not exist.
 
-    load: the folder of an iteration, or the one with the marker. vocab_size: the tokenizer's, where the checkpoint's
-    arguments do not say it (without: all rows of the embedding are words).
+    load: the folder of an iteration, or the one with the marker.
 
     Returns lines that say what was done. Raises ValueError with one line; nothing is left then.
     """
     refuse_existing(target)
-    source = _open(load, vocab_size)
+    source = _open(load, options)
     tensors = _weights(source)
-    step = _step(source.checkpoint)
-    if source.checkpoint.kinds and step is None:
+    step = _step(source.checkpoint) if options.optimizer else None
+    if options.optimizer and source.checkpoint.kinds and step is None:
         raise ValueError(
             f"--load: {source.checkpoint.directory} holds {', '.join(source.checkpoint.kinds)} but no step of the "
-            "optimizer, without which training would not go on as it was; save it once more with Megatron-LM"
+            "optimizer, without which training would not go on as it was; save it once more with Megatron-LM, or take "
+            "the weights alone with --no-load-optim"
         )
     with_optimizer = step is not None and bool(source.checkpoint.kinds)
     if with_optimizer:
@@ -95,18 +110,32 @@ def import_core(load: Path, target: Path, vocab_size: int | None = None) -> list
     ]
 
 
-def _open(load: Path, vocab_size: int | None) -> _Source:
-    directory = load
-    if not (load / ".metadata").is_file():
-        iteration = latest_iteration(load)
-        directory = load if iteration is None else directory_of(load, iteration)
-    checkpoint = open_checkpoint(directory)
+def _open(load: Path, options: ImportOptions) -> _Source:
+    checkpoint = open_checkpoint(_directory(load, options.iteration), options.optimizer)
     arguments = checkpoint.common.get("args")
     if arguments is None:
-        raise ValueError(f"--load: {directory} holds no arguments (args): they say which model it is")
+        raise ValueError(
+            f"--load: {checkpoint.directory} holds no arguments (args): they say which model it is"
+        )
     values = dict(arguments) if isinstance(arguments, Mapping) else dict(vars(arguments))
-    config = _config(checkpoint, values, vocab_size)
+    values = {name: value for name, value in values.items() if not is_foreign(value)}
+    config = _config(checkpoint, values, options.vocab_size)
     return _Source(checkpoint, config, values, checkpoint_shapes(model_config_from(config)))
+
+
+def _directory(load: Path, iteration: int | None) -> Path:
+    """Of the tensors: `load` itself, or the iteration that was asked for or that the marker names."""
+    if iteration is not None:
+        directory = directory_of(load, iteration)
+        if not directory.is_dir():
+            raise ValueError(f"--ckpt-step {iteration}: {load} holds no {directory.name}")
+        return directory
+    if (load / ".metadata").is_file():
+        return load
+    if (load / MARKER).is_file() and (load / MARKER).read_text(encoding="utf-8").strip() == RELEASE:
+        return load / RELEASE
+    latest = latest_iteration(load)
+    return load if latest is None else directory_of(load, latest)
 
 
 def _config(checkpoint: CoreCheckpoint, values: Mapping[str, Any], vocab_size: int | None) -> TrainConfig:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
+import shutil
 import subprocess
 import sys
+import types
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.tools.convert.command import main
 from megatron.tools.convert.core_checkpoint import open_checkpoint
-from megatron.train.checkpoint import read_record
+from megatron.train.checkpoint import CHECKSUM_FILE, METADATA_FILE, read_record
 from tests.pool import run_ranks
 from tests.unit.tools.convert.core_runs import BATCH, arguments, go_on_with_all
 
@@ -145,3 +148,67 @@ def test_moments_need_their_step(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["from-megatron-core", *words]) == 2
     assert "holds exp_avg but no step of the optimizer" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_objects_of_the_writer_need_not_be_here(
+    core: tuple[Path, dict[str, list[float]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enumerations, functions and plans in common.pt and .metadata, of a module that is gone when they are read."""
+    source = shutil.copytree(core[0] / "0" / "iter_0000002", tmp_path / "theirs")
+    writer = types.ModuleType("megatron.core.writer")
+    exec(
+        "import enum\nclass Backend(enum.Enum):\n    flash = 1\nclass Plan(dict):\n    pass\n"
+        "class Steps(list):\n    pass\ndef activation(x):\n    return x\n",
+        writer.__dict__,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.writer", writer)
+    common = torch.load(source / "common.pt", weights_only=False)
+    common["args"].attention_backend = writer.Backend.flash
+    common["args"].activation_func = writer.activation
+    common["plans"] = [writer.Plan(a=1), writer.Steps([1, 2])]
+    torch.save(common, source / "common.pt")
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    metadata.all_local_plans = [writer.Plan(a=1)]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    monkeypatch.delitem(sys.modules, "megatron.core.writer")
+    ours, plain = tmp_path / "ours", tmp_path / "plain"
+    assert main(["from-megatron-core", "--load", str(source), "--save", str(ours)]) == 0
+    whole = core[0] / "0" / "iter_0000002"
+    assert main(["from-megatron-core", "--load", str(whole), "--save", str(plain)]) == 0
+    found, expected = (
+        json.loads((root / "iter_0000002" / CHECKSUM_FILE).read_text())["files"] for root in (ours, plain)
+    )
+    assert found.keys() == expected.keys() and len(found) > 2
+    for name in found.keys() - {METADATA_FILE}:
+        assert found[name] == expected[name], name
+
+
+def test_a_released_model_and_an_iteration_by_number(
+    core: tuple[Path, dict[str, list[float]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = core[0] / "0" / "iter_0000002"
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    (tmp_path / "release").symlink_to(whole)
+    (tmp_path / "iter_0000007").symlink_to(whole)
+    words = ["from-megatron-core", "--load", str(tmp_path)]
+    assert main([*words, "--save", str(tmp_path / "a")]) == 0
+    assert main([*words, "--save", str(tmp_path / "b"), "--ckpt-step", "7", "--no-load-optim"]) == 0
+    assert main([*words, "--save", str(tmp_path / "c"), "--ckpt-step", "8"]) == 2
+    assert f"--ckpt-step 8: {tmp_path} holds no iter_0000008" in capsys.readouterr().err
+    assert read_record(tmp_path / "a", 2).has_optimizer
+    assert not read_record(tmp_path / "b", 2).has_optimizer
+
+
+def test_buckets_of_an_optimizer_are_refused_or_left(
+    core: tuple[Path, dict[str, list[float]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "theirs"
+    checkpoint = open_checkpoint(core[0] / "0" / "iter_0000002")
+    weights = {key: checkpoint.read(checkpoint.find(name)) for name, key in checkpoint.names[""].items()}
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg"
+    dcp.save({**weights, bucket: torch.zeros(64)}, checkpoint_id=source, no_dist=True)
+    shutil.copy(checkpoint.directory / "common.pt", source)
+    words = ["from-megatron-core", "--load", str(source), "--save", str(tmp_path / "ours")]
+    assert main(words) == 2
+    assert "stored by buckets of one layout" in capsys.readouterr().err
+    assert main([*words, "--no-load-optim"]) == 0

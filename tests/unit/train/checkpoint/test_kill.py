@@ -22,7 +22,7 @@ def killed(folder: Path, kills: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "kills", [3, pytest.param(50, marks=pytest.mark.full)], ids=["three times", "fifty times"]
+    "kills", [5, pytest.param(50, marks=pytest.mark.full)], ids=["five times", "fifty times"]
 )
 def test_killed_runs_end_as_one_that_was_not(tmp_path: Path, kills: int) -> None:
     """K08, K01: during steps, asynchronous saves, retention, start and resume; with dropout on."""
