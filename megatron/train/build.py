@@ -201,6 +201,7 @@ def wrap_model(
         main_grads_dtype=DTYPES[config.main_grads_dtype],
         grad_comm_dtype=DTYPES[config.grad_comm_dtype],
         reshard_after_forward=config.reshard_after_forward,
+        buffer_pool=2 if config.fsdp_double_buffer else 0,
         tensor_atomic=config.optimizer in MUON_KINDS,
         order_check_interval=config.fsdp_order_check_interval,
         # Of the microbatches under way in a pipeline only the first would find what is kept after forward alone.
