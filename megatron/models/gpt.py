@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from megatron.models.init import InitSpec
 from megatron.models.mla import LatentAttention
 from megatron.models.mlp import MLP
 from megatron.models.moe.layer import MoELayer
-from megatron.models.mtp import MultiTokenPrediction, PredictionTargets
+from megatron.models.mtp import MultiTokenPrediction, PredictionLosses, PredictionTargets
 from megatron.models.rope import rotary_table
 from megatron.parallel.annotate import ParameterAnnotation, annotate, annotation_of
 from megatron.parallel.context import Documents
@@ -91,6 +92,23 @@ class Embedding(nn.Module):
             )
 
 
+@dataclass(frozen=True)
+class StageParts:
+    """What a pipeline stage has of a model; the default is all of it.
+
+    Attributes:
+        embedding: the embedding.
+        head: the head, and the final norm unless `predicts` says otherwise.
+        layers: global indices, from 0, of its layers; None: all.
+        predicts: the final norm and the layers of multi-token prediction; None: where the head is.
+    """
+
+    embedding: bool = True
+    head: bool = True
+    layers: Iterable[int] | None = None
+    predicts: bool | None = None
+
+
 class GPTModel(nn.Module):
     """A decoder-only language model, or one pipeline stage of it.
 
@@ -102,9 +120,7 @@ class GPTModel(nn.Module):
         config: what the model is.
         backend: who builds its layers.
         mesh: the parallel axes.
-        pre_process: this stage has the embedding.
-        post_process: this stage has the final norm and the head.
-        layers: global indices, from 0, of its layers; None: all.
+        parts: what this stage has.
 
     Attributes:
         auxiliary: the losses beside the main one, of all layers (megatron/models/auxiliary.py).
@@ -115,13 +131,11 @@ class GPTModel(nn.Module):
         config: ModelConfig,
         backend: Backend,
         mesh: ParallelMesh,
-        pre_process: bool = True,
-        post_process: bool = True,
-        layers: Iterable[int] | None = None,
+        parts: StageParts = StageParts(),
     ) -> None:
         super().__init__()
         self.config = config
-        self.pre_process, self.post_process = pre_process, post_process
+        self._embeds = parts.embedding
         self._mesh = mesh
         self._model_autocast, self._head_autocast = backend.model_autocast, partial(backend.autocast, None)
         _check_parallel(config, mesh)
@@ -129,26 +143,30 @@ class GPTModel(nn.Module):
             context_groups(config, mesh, kind)
         self.auxiliary = AuxiliaryLosses(auxiliary_layers(config))
         tied = not config.untie_embeddings_and_output_weights
-        predicts = config.mtp is not None and post_process
+        predicts = config.mtp is not None and (parts.head if parts.predicts is None else parts.predicts)
         self.embedding: Embedding | None = None
-        if pre_process or (post_process and tied) or predicts:
-            positions = pre_process and config.position_embedding_type == "learned_absolute"
+        if parts.embedding or (parts.head and tied) or predicts:
+            positions = parts.embedding and config.position_embedding_type == "learned_absolute"
             self.embedding = Embedding(config, backend, mesh, positions)
-            if not pre_process:
+            if not parts.embedding:
                 weight: Any = self.embedding.word_embeddings.weight
                 annotate(weight, dataclasses.replace(annotation_of(weight), duplicate=True))
-        indices = range(config.num_layers) if layers is None else layers
+        indices = range(config.num_layers) if parts.layers is None else parts.layers
         contexts = [LayerContext(config, backend, mesh, index + 1, self.auxiliary) for index in indices]
         blocks = [Block(self.block_spec(context.layer_number - 1), context) for context in contexts]
-        final_norm = build_norm(config, backend, config.hidden_size) if post_process else None
+        normalises = parts.head if config.mtp is None else predicts
+        final_norm = build_norm(config, backend, config.hidden_size) if normalises else None
         self.decoder = Decoder(config, backend, blocks, final_norm)
         self.output_layer: nn.Module | None = None
-        if post_process:
+        if parts.head:
             self.output_layer = self._build_head(backend)
         self.mtp: MultiTokenPrediction | None = None
         if predicts:
             context = LayerContext(config, backend, mesh, config.num_layers + 1, self.auxiliary)
             self.mtp = MultiTokenPrediction(self.block_spec(config.num_layers), context)
+        self._prediction_losses: PredictionLosses | None = None
+        if config.mtp is not None and parts.head:
+            self._prediction_losses = PredictionLosses(config, mesh, self.auxiliary)
 
     def block_spec(self, layer_index: int) -> BlockSpec:
         """What the layer with this global index is made of."""
@@ -186,7 +204,8 @@ class GPTModel(nn.Module):
         hidden: Tensor | None = None,
         document_ids: Tensor | None = None,
         loss_mask: Tensor | None = None,
-    ) -> Tensor:
+        predicted: Iterable[Tensor] = (),
+    ) -> Tensor | tuple[Tensor, ...]:
         """Run the stage.
 
         Args:
@@ -199,11 +218,13 @@ class GPTModel(nn.Module):
             hidden: [s, b, hidden] from the previous stage, where this stage has no embedding.
             document_ids: [b, whole s], equal within a document: causal attention inside documents only.
             loss_mask: [b, s], for the losses of multi-token prediction; the main ones are not masked here.
+            predicted: hidden states of each depth of multi-token prediction, where the previous stage has them.
 
-        Returns the stage's hidden states [s, b, hidden]; on the last stage the fp32 loss of each token [b, s]
+        Returns the stage's hidden states [s, b, hidden], in training with those of each depth after them where this
+        stage has multi-token prediction and not the head; on the last stage the fp32 loss of each token [b, s]
         if labels are given, else logits [b, s, padded vocabulary / tp] whose padding columns are -inf.
         """
-        if self.pre_process:
+        if self._embeds:
             assert self.embedding is not None and tokens is not None
             if position_ids is None:
                 position_ids = self._default_positions(tokens)
@@ -213,20 +234,32 @@ class GPTModel(nn.Module):
         inputs = self._attention_inputs(rotary, attention_mask, document_ids)
         with self._model_autocast():
             hidden = self.decoder(hidden, inputs)
+            trains = self.training and torch.is_grad_enabled()
+            if self.mtp is not None and trains:
+                predicted = self._predict(self.mtp, hidden, tokens, position_ids, inputs)
             if self.output_layer is None:
-                return hidden
+                return (hidden, *predicted) if self.mtp is not None and trains else hidden
             if labels is None:
                 return self._without_padding(self._head(hidden)).transpose(0, 1)
             losses = self._losses(hidden, labels)
-            if self.mtp is None or not (self.training and torch.is_grad_enabled()):
+            if self._prediction_losses is None or not trains:
                 return losses
-            assert self.embedding is not None and tokens is not None, (
-                "multi-token prediction needs the tokens"
-            )
-            if position_ids is None:
-                position_ids = self._default_positions(tokens)
-            targets = PredictionTargets(tokens, position_ids, labels, loss_mask, document_ids)
-            return self.mtp(hidden, targets, inputs, self.embedding, self._losses, losses)
+            targets = PredictionTargets(labels, loss_mask, document_ids)
+            return self._prediction_losses.attach(losses, predicted, targets, self._losses)
+
+    def _predict(
+        self,
+        mtp: MultiTokenPrediction,
+        hidden: Tensor,
+        tokens: Tensor | None,
+        position_ids: Tensor | None,
+        inputs: AttentionInputs,
+    ) -> Iterable[Tensor]:
+        assert self.embedding is not None and tokens is not None, "multi-token prediction needs the tokens"
+        if position_ids is None:
+            position_ids = self._default_positions(tokens)
+        predicted: Iterable[Tensor] = mtp(hidden, tokens, position_ids, inputs, self.embedding)
+        return predicted
 
     def _head(self, hidden: Tensor, **targets: Any) -> Tensor:
         assert self.output_layer is not None

@@ -6,11 +6,13 @@ the model. The first takes the hidden states after the model's final norm, as Me
 
 Note "Its own mean". A depth's loss is the mean over its own valid tokens (the last k + 1 of a sequence have none to
 predict) of the microbatch, over context ranks; the weighted mean over depths is added to the microbatch's loss.
+
+Note "Two places". The layers run after the final norm, the losses where the head is: the next pipeline stage, perhaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ from megatron.parallel.context.roll import roll_left
 
 if TYPE_CHECKING:
     from megatron.models.auxiliary import AuxiliaryLosses
+    from megatron.models.config import ModelConfig
     from megatron.parallel.mesh import ParallelMesh
 
 
@@ -55,13 +58,11 @@ class PredictionLayer(nn.Module):
 
 @dataclass(frozen=True)
 class PredictionTargets:
-    """The microbatch of this context rank: tokens, labels [b, s] and loss_mask [b, s] or None (all are valid).
+    """The microbatch of this context rank: labels [b, s] and loss_mask [b, s] or None (all are valid).
 
     document_ids: [b, whole s], equal within a document, which no prediction leaves; None: one document.
     """
 
-    tokens: Tensor
-    position_ids: Tensor
     labels: Tensor
     loss_mask: Tensor | None
     document_ids: Tensor | None = None
@@ -74,7 +75,7 @@ class MultiTokenPrediction(nn.Module):
         super().__init__()
         config = context.config
         assert config.mtp is not None, "multi-token prediction needs ModelConfig.mtp"
-        self._config, self._mtp = config, config.mtp
+        self._mtp = config.mtp
         numbers = range(config.num_layers + 1, config.num_layers + config.mtp.built_layers + 1)
         contexts = [
             LayerContext(config, context.backend, context.mesh, number, context.auxiliary)
@@ -84,38 +85,58 @@ class MultiTokenPrediction(nn.Module):
         recompute = config.recompute
         whole = recompute.granularity == "full" and recompute.method == "uniform"
         self._checkpoint = context.backend.checkpoint if whole else None
-        self._auxiliary: AuxiliaryLosses = context.auxiliary
         self._mesh: ParallelMesh = context.mesh
 
     def forward(
         self,
         hidden: Tensor,
-        targets: PredictionTargets,
+        tokens: Tensor,
+        position_ids: Tensor,
         inputs: AttentionInputs,
         embed: Callable[[Tensor, Tensor], Tensor],
-        losses_of: Callable[[Tensor, Tensor], Tensor],
-        main_losses: Tensor,
-    ) -> Tensor:
-        """Attach the depths' losses to `main_losses` [b, s] and return those.
+    ) -> Iterator[Tensor]:
+        """Hidden states after the norm of each depth [s, b, hidden], each computed when it is asked for.
 
-        hidden: after the final norm. embed: (tokens, position_ids) -> hidden states. losses_of: (hidden states after
-        a norm, labels [b, s]) -> losses [b, s].
+        hidden: after the final norm. tokens, position_ids: [b, s]. embed: (tokens, position_ids) -> hidden states.
         """
-        group = self._mesh.group("cp")
-        tokens, labels = targets.tokens.contiguous(), targets.labels.contiguous()
-        mask = targets.loss_mask
-        valid = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.float()
-        weight = self._mtp.loss_scaling_factor / self._mtp.num_layers
         if self._mtp.detach_heads:
             hidden = hidden.detach()
         for depth in range(self._mtp.num_layers):
             layer = self.layers[min(depth, len(self.layers) - 1)]
-            tokens, labels, valid = (roll_left(x.contiguous(), 1, group) for x in (tokens, labels, valid))
-            embedded = embed(tokens, targets.position_ids)
+            tokens = roll_left(tokens.contiguous(), 1, self._mesh.group("cp"))
+            embedded = embed(tokens, position_ids)
             if self._checkpoint is None:
                 hidden = layer(embedded, hidden, inputs)
             else:
                 hidden = self._checkpoint(layer, embedded, hidden, inputs)
+            yield hidden
+
+
+class PredictionLosses:
+    """The depths' losses (note "Its own mean"), where the head is."""
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, auxiliary: AuxiliaryLosses) -> None:
+        assert config.mtp is not None, "multi-token prediction needs ModelConfig.mtp"
+        self._config, self._mtp = config, config.mtp
+        self._mesh, self._auxiliary = mesh, auxiliary
+
+    def attach(
+        self,
+        main_losses: Tensor,
+        predicted: Iterable[Tensor],
+        targets: PredictionTargets,
+        losses_of: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Attach the depths' losses to `main_losses` [b, s] and return those.
+
+        predicted: of `MultiTokenPrediction`. losses_of: (hidden states after a norm, labels [b, s]) -> losses [b, s].
+        """
+        group = self._mesh.group("cp")
+        labels, mask = targets.labels, targets.loss_mask
+        valid = torch.ones_like(labels, dtype=torch.float32) if mask is None else mask.float()
+        weight = self._mtp.loss_scaling_factor / self._mtp.num_layers
+        for depth, hidden in enumerate(predicted):
+            labels, valid = (roll_left(x.contiguous(), 1, group) for x in (labels, valid))
             losses = losses_of(hidden, labels)
             counted_here = valid * self._same_document(targets.document_ids, depth + 1)
             count = launch_all_reduce(counted_here.sum(), group).wait().clamp(min=1.0)

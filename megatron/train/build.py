@@ -28,12 +28,13 @@ from megatron.fsdp import (
 from megatron.models.backends.base import Backend, LayerOptions
 from megatron.models.block import Block
 from megatron.models.config import ModelConfig
-from megatron.models.gpt import Embedding, GPTModel
+from megatron.models.gpt import Embedding, GPTModel, StageParts
 from megatron.models.init import Initializer
 from megatron.models.moe.experts import global_names
 from megatron.parallel.annotate import annotation_of, global_shape, local_chunks
 from megatron.parallel.communicators import CommunicatorOptions, communicator_options
 from megatron.parallel.mesh import ParallelMesh, ParallelSizes
+from megatron.parallel.pipeline.stages import prediction_stage
 from megatron.parallel.random import RngStreams
 from megatron.train.arguments.fp8 import fp8_settings_from
 from megatron.train.arguments.model import model_config_from
@@ -185,7 +186,9 @@ def build_model(
     chunks = {}
     for stage in plan.shape(mesh.size("pp"), 1).stages_of(mesh.rank("pp")):
         held = plan.stages[stage]
-        model = GPTModel(model_config, backend, mesh, held.embedding, held.loss, held.layers)
+        predicts = stage == prediction_stage(plan.stages)
+        parts = StageParts(held.embedding, held.loss, held.layers, predicts)
+        model = GPTModel(model_config, backend, mesh, parts)
         chunks[stage] = wrap_model(model, config, mesh, device)
     return PipelineModel(chunks, model_config, backend, mesh, plan)
 

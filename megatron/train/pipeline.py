@@ -7,7 +7,8 @@ other stages of the rank do in between: ZeRO-2 and -3 reduce every microbatch in
 Note "Tied embedding and head": the first and the last stage each hold the weight as a unit of its own, so that both
 cut it in the same way. Each reduces its gradient over its own FSDP group; then the shards are summed over the two
 stages, before norm and clipping. The last stage's copy is annotated `duplicate`: norms and counts leave it out. Both
-see the same gradient and the same optimizer, so they stay equal bit for bit.
+see the same gradient and the same optimizer, so they stay equal bit for bit. The stage of multi-token prediction, which
+embeds tokens as well, is one more of them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megatron.models.config import ModelConfig
 from megatron.parallel.flight import Recorded
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pipeline.actions import PipelineShape
-from megatron.parallel.pipeline.stages import StageLayers, StageRequest, place_layers
+from megatron.parallel.pipeline.stages import StageLayers, StageRequest, place_layers, prediction_stage
 from megatron.train.pipeline_runner import Batch, LossFunction, MicrobatchLoss, PipelineRunner
 
 
@@ -93,6 +94,16 @@ def pipeline_plan(config: Any) -> PipelinePlan:
     )
 
 
+def embedding_stages(config: ModelConfig, plan: PipelinePlan) -> list[int]:
+    """The stages with a copy of the word embedding (note "Tied embedding and head"), in order."""
+    stages = {0}
+    if not config.untie_embeddings_and_output_weights:
+        stages.add(len(plan.stages) - 1)
+    if config.mtp is not None:
+        stages.add(prediction_stage(plan.stages))
+    return sorted(stages)
+
+
 class PipelineModel(nn.Module):
     """The stages of this rank behind the interface of one data-parallel model. Names are the whole model's.
 
@@ -103,7 +114,7 @@ class PipelineModel(nn.Module):
         mesh: of the run.
         plan: of the pipeline.
 
-    Collective: makes the group of the first and last stage where the embedding is tied.
+    Collective: makes the group of the stages that hold the word embedding, where there are several.
     """
 
     def __init__(
@@ -120,9 +131,11 @@ class PipelineModel(nn.Module):
         self.config, self.plan, self.mesh = config, plan, mesh
         self.runner = PipelineRunner(self, backend)
         self._tied_group: ProcessGroup | None = None
-        # Multi-token prediction embeds tokens on the last stage as well.
-        if not config.untie_embeddings_and_output_weights or config.mtp is not None:
-            self._tied_group = mesh.subgroup("pp", (0, mesh.size("pp") - 1))
+        self._embedding_stages = embedding_stages(config, plan)
+        if len(self._embedding_stages) > 1:
+            ranks = [stage % mesh.size("pp") for stage in self._embedding_stages]
+            assert len(set(ranks)) == len(ranks), "a rank holds two copies of the embedding"
+            self._tied_group = mesh.subgroup("pp", ranks)
         self._sum_tied = False
         self.auxiliary_scale: Callable[[Batch], float | Tensor] | None = None
         """Of a microbatch, where the scale of its auxiliary gradients is its own (megatron/train/auxiliary.py)."""
@@ -174,7 +187,7 @@ class PipelineModel(nn.Module):
         self._sum_tied = False
 
     def _tied_weight(self) -> Tensor:
-        stage = 0 if 0 in self.by_stage else len(self.plan.stages) - 1
+        stage = next(stage for stage in self._embedding_stages if stage in self.by_stage)
         return dict(self.by_stage[stage].named_parameters())["embedding.word_embeddings.weight"]
 
     def start_param_sync(self, *_unused: object, **_options: object) -> None:

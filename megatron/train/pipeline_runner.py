@@ -22,6 +22,7 @@ from megatron.parallel.pipeline.executor import ExecutorOptions, PipelineExecuto
 from megatron.parallel.pipeline.lower import lower
 from megatron.parallel.pipeline.p2p import Channel, Message, TensorSpec
 from megatron.parallel.pipeline.schedules import forward_only, make_schedule
+from megatron.parallel.pipeline.stages import prediction_stage
 
 if TYPE_CHECKING:
     from megatron.train.pipeline import PipelineModel
@@ -154,8 +155,8 @@ class PipelineRunner:
             for stage in self.model.by_stage
         }
 
-        def specs(_stage: int, microbatch: int) -> tuple[TensorSpec, ...]:
-            return self._specs(source.peek(microbatch))
+        def specs(stage: int, microbatch: int) -> tuple[TensorSpec, ...]:
+            return self._specs(stage, source.peek(microbatch), training)
 
         options = ExecutorOptions(specs, overlap=self.plan.overlap, with_gradients=training)
         self.last_executor = PipelineExecutor(
@@ -165,14 +166,14 @@ class PipelineRunner:
 
     def _forward_of(
         self, stage: int, source: Microbatches, on_last: Callable[[int, Tensor, Batch], Tensor]
-    ) -> Callable[[int, Message], Tensor]:
+    ) -> Callable[[int, Message], Tensor | Message]:
         chunk, last = self.model.by_stage[stage], stage == len(self.plan.stages) - 1
 
-        def forward(microbatch: int, inputs: Message) -> Tensor:
+        def forward(microbatch: int, inputs: Message) -> Tensor | Message:
             batch = source.take(microbatch)
             if self.model.auxiliary_scale is not None:
                 self.scales[microbatch] = self.model.auxiliary_scale(batch)
-            arguments = {name: value for name, value in batch.items() if name != "loss_mask"}
+            arguments: dict[str, Any] = {name: value for name, value in batch.items() if name != "loss_mask"}
             if arguments.get("position_ids") is None and self.mesh.size("cp") == 1:
                 tokens = arguments["tokens"]
                 arguments["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
@@ -180,11 +181,14 @@ class PipelineRunner:
                 )
             if inputs:
                 arguments["hidden"] = inputs[0]
+            if len(inputs) > 1:
+                arguments["predicted"] = inputs[1:]
             if last and self.model.config.mtp is not None:
                 arguments["loss_mask"] = batch["loss_mask"]
             if not last:
                 arguments.pop("labels", None)
-                return chunk(**arguments)
+                made: Tensor | Message = chunk(**arguments)
+                return made
             return on_last(microbatch, chunk(**arguments), batch)
 
         return forward
@@ -206,10 +210,15 @@ class PipelineRunner:
 
         return flags
 
-    def _specs(self, batch: Batch) -> tuple[TensorSpec, ...]:
-        """Of the hidden states between stages."""
+    def _specs(self, stage: int, batch: Batch, training: bool) -> tuple[TensorSpec, ...]:
+        """Of what `stage` gets: hidden states, in training with those of the depths of multi-token prediction."""
+        config = self.model.config
         num_sequences, length = batch["tokens"].shape
         if self.options.sequence_parallel:
             length //= self.options.tp_size
-        dtype = torch.float32 if self.model.config.fp32_residual_connection else self.options.params_dtype
-        return (TensorSpec((length, num_sequences, self.model.config.hidden_size), dtype),)
+        predicted = config.mtp is not None and stage == prediction_stage(self.plan.stages) + 1
+        # The final norm, which comes before the prediction, gives what the layers compute in.
+        wide = config.fp32_residual_connection and not predicted
+        dtype = torch.float32 if wide else self.options.params_dtype
+        depths = config.mtp.num_layers if config.mtp is not None and predicted and training else 0
+        return (TensorSpec((length, num_sequences, config.hidden_size), dtype),) * (1 + depths)

@@ -170,6 +170,11 @@ def parse_layout(layout: str, num_layers: int) -> tuple[StageLayers, ...]:
     return tuple(stages)
 
 
+def prediction_stage(stages: Sequence[StageLayers]) -> int:
+    """The stage of multi-token prediction: what the layout says, else the one with the loss."""
+    return next((index for index, stage in enumerate(stages) if stage.num_mtp), len(stages) - 1)
+
+
 def describe_stages(stages: Sequence[StageLayers], shape: PipelineShape) -> list[str]:
     """One line for each rank: what its stages hold."""
     return [

@@ -154,17 +154,26 @@ def _pipeline(v: Namespace) -> None:
 
 
 def _predictions(v: Namespace, stages: Sequence[StageLayers]) -> None:
-    """Multi-token prediction runs with the loss, whose head it shares: a layout may say so (m)."""
+    """Multi-token prediction (m) runs with the loss, or all of it on the stage just before one of the loss alone."""
     count = sum(stage.num_mtp for stage in stages)
     layout = f"--pipeline-model-parallel-layout {v.pipeline_model_parallel_layout}"
     if count and count != (v.mtp_num_layers or 0):
         raise ValueError(
             f"{layout} has {count} m, --mtp-num-layers is {v.mtp_num_layers or 0}: make them equal"
         )
-    if any(stage.num_mtp and not stage.loss for stage in stages):
+    where = [index for index, stage in enumerate(stages) if stage.num_mtp]
+    last = len(stages) - 1
+    alone = where == [last - 1]
+    if where not in ([], [last], [last - 1]) or (alone and stages[last].layers):
         raise ValueError(
-            f"{layout}: prediction layers (m) run on the stage of the loss (L), whose head they share: move every m "
-            "there"
+            f"{layout}: put all prediction layers (m) on one stage, that of the loss (L), or the one before it, after "
+            "the last t, with nothing but L behind"
+        )
+    ranks = v.pipeline_model_parallel_size
+    if alone and ranks == 2 and len(stages) > 2:
+        raise ValueError(
+            f"{layout}: prediction layers (m) before the last of {len(stages)} stages share a rank with the first, and "
+            "each needs its embedding: put them on the stage of the loss (L), or use --pipeline-model-parallel-size 4"
         )
 
 

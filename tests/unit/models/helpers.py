@@ -9,7 +9,7 @@ import torch
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import ModelConfig
-from megatron.models.gpt import GPTModel
+from megatron.models.gpt import GPTModel, StageParts
 from megatron.models.init import Initializer, materialise
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tools.convert.deferred import values_of
@@ -35,7 +35,9 @@ def build_gpt(config: ModelConfig, *, dtype=torch.float32, device="meta", seed=1
     """A model of one rank, built on `device` and materialised on CPU."""
     mesh = ParallelMesh.single()
     options = LayerOptions.from_mesh(mesh, params_dtype=dtype, device=device)
-    return materialise(GPTModel(config, TorchBackend(options), mesh, **stage), Initializer(seed, mesh))
+    return materialise(
+        GPTModel(config, TorchBackend(options), mesh, StageParts(**stage)), Initializer(seed, mesh)
+    )
 
 
 def randomise(model: GPTModel, scale: float = 0.2, seed: int = 5) -> GPTModel:

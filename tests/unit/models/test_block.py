@@ -91,7 +91,7 @@ def test_a_stage_may_have_no_layer():
     decoder = Decoder(config, backend, [], None)
     hidden = torch.randn(6, 2, 32)
     assert torch.equal(decoder(hidden, AttentionInputs()), hidden)
-    loss_only = build_gpt(config, pre_process=False, layers=[])
+    loss_only = build_gpt(config, embedding=False, layers=[])
     _, labels = random_batch(config, length=6)
     assert loss_only(None, hidden=hidden, labels=labels).shape == labels.shape
 

@@ -161,9 +161,9 @@ def test_pipeline_stages_are_the_model_cut_up(changes):
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     whole = build_gpt(config)
     stages = [
-        build_gpt(config, pre_process=True, post_process=False, layers=range(2)),
-        build_gpt(config, pre_process=False, post_process=False, layers=range(2, 3)),
-        build_gpt(config, pre_process=False, post_process=True, layers=range(3, 5)),
+        build_gpt(config, embedding=True, head=False, layers=range(2)),
+        build_gpt(config, embedding=False, head=False, layers=range(2, 3)),
+        build_gpt(config, embedding=False, head=True, layers=range(3, 5)),
     ]
     named = dict(whole.named_parameters())
     seen = set()
@@ -394,6 +394,6 @@ def test_contradictory_inputs_are_refused():
     mask = torch.zeros(1, 1, 12, 12, dtype=torch.bool)
     with pytest.raises(ValueError, match="attention_mask or document_ids"):
         model(tokens, attention_mask=mask, document_ids=torch.zeros_like(tokens))
-    last = build_gpt(tiny_config(position_embedding_type="rope"), pre_process=False)
+    last = build_gpt(tiny_config(position_embedding_type="rope"), embedding=False)
     with pytest.raises(ValueError, match="position_ids"):
         last(None, hidden=torch.zeros(12, 2, 32))

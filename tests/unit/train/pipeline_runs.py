@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.models.backends.base import LayerOptions
 from megatron.models.backends.torch import TorchBackend
 from megatron.models.config import ModelConfig, RecomputeConfig
-from megatron.models.gpt import GPTModel
+from megatron.models.gpt import GPTModel, StageParts
 from megatron.models.init import Initializer, materialise
 from megatron.parallel.annotate import annotation_of, local_chunks
 from megatron.parallel.context.balance import split_batch
@@ -118,7 +118,7 @@ def build(case: PipeCase) -> tuple[PipelineModel, ParallelMesh]:
     chunks = {}
     for stage in plan.shape(case.pp, 1).stages_of(mesh.rank("pp")):
         held = plan.stages[stage]
-        model = GPTModel(model_config, backend, mesh, held.embedding, held.loss, held.layers)
+        model = GPTModel(model_config, backend, mesh, StageParts(held.embedding, held.loss, held.layers))
         chunks[stage] = wrap_model(model, config, mesh, torch.device("cpu"))
     return PipelineModel(chunks, model_config, backend, mesh, plan), mesh
 

@@ -85,9 +85,19 @@ def test_any_number_of_microbatches() -> None:
             "mL has 1 m, --mtp-num-layers is 0",
         ),
         (
-            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8m|L --mtp-num-layers 1 "
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*7m|tL --mtp-num-layers 1 "
             "--position-embedding-type rope",
-            "run on the stage of the loss",
+            "put all prediction layers (m) on one stage",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*8m|mL --mtp-num-layers 2 "
+            "--position-embedding-type rope",
+            "put all prediction layers (m) on one stage",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4|m|L --mtp-num-layers 1 "
+            "--position-embedding-type rope",
+            "use --pipeline-model-parallel-size 4",
         ),
         (
             "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|t*4|L",

@@ -72,25 +72,40 @@ def test_jobs_and_checkpoints_do_not_depend_on_the_pipeline(tmp_path: Path, pipe
             torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-9)
 
 
-def test_predictions_alone_with_the_loss(tmp_path: Path) -> None:
-    """P07: untied, the last stage holds loss and prediction only, and with it a copy of the embedding."""
+@pytest.mark.parametrize(
+    ("ranks", "layout", "words"),
+    [
+        # Untied, the last stage holds loss and prediction only, and with it a copy of the embedding.
+        (3, "Et|tt|mL", "--untie-embeddings-and-output-weights --mtp-num-layers 1"),
+        # Prediction on a stage of its own: three stages hold the tied embedding.
+        (4, "Et|tt|mm|L", "--mtp-num-layers 2 --delay-wgrad-compute"),
+        # The first stage predicts as well, with its own embedding.
+        (2, "Ettt,m|L", "--untie-embeddings-and-output-weights --mtp-num-layers 1 --mtp-detach-heads"),
+    ],
+    ids=["with-loss", "alone-tied", "with-embedding"],
+)
+def test_predictions_on_other_stages(ranks: int, layout: str, words: str, tmp_path: Path) -> None:
+    """P07: the numbers of one rank, in evaluation too, and those of a run that goes on from a checkpoint."""
     common = (
-        f"{COMMON} --untie-embeddings-and-output-weights --mtp-num-layers 1 --eval-interval 100 --eval-iters 0 "
-        "--position-embedding-type rope "
-        "--data-parallel-sharding-strategy optim"
+        f"{COMMON} {words} --position-embedding-type rope --data-parallel-sharding-strategy optim "
+        "--eval-interval 2 --eval-iters 1"
     )
-    piped = f"{common} --pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|tt|mL"
-    (whole,) = run(1, common)
+    piped = f"{common} --pipeline-model-parallel-size {ranks} --pipeline-model-parallel-layout {layout}"
+    (whole,) = run(1, common.replace("--delay-wgrad-compute", ""))
     four, two, rest = run(
-        3, piped, f"{piped} --exit-interval 2 --save {tmp_path}", f"{piped} --load {tmp_path}"
+        ranks, piped, f"{piped} --exit-interval 2 --save {tmp_path}", f"{piped} --load {tmp_path}"
     )
     assert {"lm_loss", "mtp_loss", "grad_norm"} <= whole[0].numbers[0].keys()
     assert_same_numbers(four[0].numbers, whole[0].numbers)
     assert_same_numbers(two[0].numbers + rest[0].numbers, whole[0].numbers)
-    for first, _, last in (four, rest):
-        (name,) = [name for name in first.weights if "word_embeddings" in name]
-        assert torch.equal(first.weights[name], last.weights[name])
-        torch.testing.assert_close(first.weights[name], whole[0].weights[name], rtol=1e-7, atol=1e-9)
+    expected = whole[0].weights
+    for outcomes in (four, rest):
+        assert set().union(*(one.weights for one in outcomes)) == expected.keys()
+        for one in outcomes:
+            for name, weight in one.weights.items():
+                torch.testing.assert_close(weight, expected[name], rtol=1e-7, atol=1e-9)
+        copies = [w for one in outcomes for name, w in one.weights.items() if "word_embeddings" in name]
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
 
 
 def test_low_precision() -> None:

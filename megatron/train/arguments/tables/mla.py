@@ -81,7 +81,7 @@ FLAGS: tuple[Flag, ...] = (
         "--mtp-standalone",
         Switch.ON,
         False,
-        "further tokens are predicted by the last pipeline stage; leave it out",
+        "the layout says so: put m on a stage of its own in --pipeline-model-parallel-layout",
     ),
     works(
         "--mtp-use-repeated-layer",
