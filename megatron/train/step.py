@@ -36,7 +36,7 @@ from megatron.train.errors import RunStopped
 from megatron.train.grad_norm import GradientStatistics, clip_coefficient, local_tensor
 from megatron.train.loss_scale import LossScaleConfig, LossScaler
 from megatron.train.lr_schedule import OptimizerParamScheduler
-from megatron.train.overlap import interleave_experts
+from megatron.train.overlap import DelayedWeightGradients, use_waits
 from megatron.train.pipeline import PipelineModel
 from megatron.train.rerun import (
     Attempt,
@@ -170,7 +170,10 @@ class TrainStep:
         self.auxiliary = StepAuxiliary(state.model)
         if isinstance(self.model, PipelineModel) and options.per_token and self.auxiliary.present:
             self.model.auxiliary_scale = self._auxiliary_scale
-        self._interleaver = interleave_experts(self.model) if options.overlap_experts else None
+        self._interleaver = Interleaver() if options.overlap_experts else None
+        # A pipeline's schedule computes its own.
+        self._delayed = DelayedWeightGradients(None if isinstance(self.model, PipelineModel) else self.model)
+        use_waits(self.model, self._delayed, self._interleaver)
         self.statistics = GradientStatistics(
             [parameter for _, parameter in self.named_parameters], mesh, with_zeros=options.count_zeros
         )
@@ -293,6 +296,7 @@ class TrainStep:
         root, made.root, made.batch = made.root, None, {}
         with self.timers(BACKWARD), torch.profiler.record_function("train.backward"):
             root.backward()
+            self._delayed.compute()
 
     def _take_turns(self, batch: Batch, count: int, before: _Forward, interleaver: Interleaver) -> _Forward:
         """The forward of `batch` and the backward of the microbatch before, which is not the step's last."""

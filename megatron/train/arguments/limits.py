@@ -127,6 +127,15 @@ def _exchanging_ranks(v: Namespace) -> int:
     return context if "a2a" in v.cp_comm_type else inner
 
 
+def _delayed(v: Namespace) -> None:
+    delayed_experts = v.delay_wgrad_compute and v.num_experts and v.transformer_impl == "transformer_engine"
+    if delayed_experts and not v.gradient_accumulation_fusion:
+        raise ValueError(
+            "--delay-wgrad-compute with --no-gradient-accumulation-fusion: Transformer Engine delays weight "
+            "gradients of experts only where they are fused; drop one of them"
+        )
+
+
 def _pipeline(v: Namespace) -> None:
     ranks = v.pipeline_model_parallel_size
     if ranks == 1:
@@ -134,18 +143,11 @@ def _pipeline(v: Namespace) -> None:
             ("--pipeline-model-parallel-layout", v.pipeline_model_parallel_layout),
             ("--decoder-first-pipeline-num-layers", v.decoder_first_pipeline_num_layers),
             ("--decoder-last-pipeline-num-layers", v.decoder_last_pipeline_num_layers),
-            ("--delay-wgrad-compute", v.delay_wgrad_compute or None),
             ("--pipeline-schedule", v.pipeline_schedule),
         ):
             if given is not None:
                 raise ValueError(f"{flag} is for pipelines: give --pipeline-model-parallel-size 2 or more")
         return
-    delayed_experts = v.delay_wgrad_compute and v.num_experts and v.transformer_impl == "transformer_engine"
-    if delayed_experts and not v.gradient_accumulation_fusion:
-        raise ValueError(
-            "--delay-wgrad-compute with --no-gradient-accumulation-fusion: Transformer Engine delays weight "
-            "gradients of experts only where they are fused; drop one of them"
-        )
     plan = pipeline_plan(v)
     _predictions(v, plan.stages)
     _group_size(plan.schedule, plan.group_size, ranks)
@@ -301,6 +303,7 @@ _CHECKS: tuple[Callable[[Namespace], None], ...] = (
     check_ranges,
     _tensor,
     _sequence,
+    _delayed,
     _pipeline,
     check_experts,
     check_overlap,

@@ -48,7 +48,9 @@ MODEL = ModelConfig(
 
 @dataclass(frozen=True)
 class Case:
-    """A cell of the grid. `tied` has the embedding used by two units, `untied` gates the MLP as well."""
+    """A cell of the grid. `tied` has the embedding used by two units, `untied` gates the MLP as well. `delay`: weight
+    gradients after each backward.
+    """
 
     strategy: str = "optim_grads_params"
     fused: bool = True
@@ -58,6 +60,7 @@ class Case:
     tied: bool = True
     outer: int = 1
     defer: bool = False
+    delay: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,7 +173,11 @@ def train(rank: int, world: int, case: Case) -> Trace:
     """The same run by TrainStep under FSDP on `world` ranks; whole tensors on every rank."""
     mesh = ParallelMesh(ParallelSizes(data=world, data_outer=case.outer))
     options = LayerOptions.from_mesh(
-        mesh, params_dtype=case.dtype, device="meta", fuse_wgrad_accumulation=case.fused
+        mesh,
+        params_dtype=case.dtype,
+        device="meta",
+        fuse_wgrad_accumulation=case.fused,
+        delay_wgrad_compute=case.delay,
     )
     model = GPTModel(case.model, TorchBackend(options), mesh)
     wrapped = wrap_model(model, train_config(case, world), mesh, torch.device("cpu"))

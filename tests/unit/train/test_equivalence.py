@@ -7,6 +7,7 @@ the whole product. Covers G01, G02, G03, G06, G07, G08, G10, G19, G20, G21, G23,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -111,3 +112,27 @@ def test_training_equals_plain_torch_everywhere(cell: tuple[Any, ...]) -> None:
 def test_hybrid_sharding_equals_plain_torch(microbatches: int) -> None:
     """G06, G07, G08: two replicas of two shards; the outer reduction happens once, for all microbatches."""
     check(4, Case(microbatches=microbatches, outer=2))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(strategy, fused, 3, optimizer, tied=tied, per_token=tied)
+        for strategy, fused, optimizer, tied in (
+            ("optim_grads_params", True, "sgd", True),
+            ("optim_grads", False, "adam", False),
+            ("optim", True, "adam", True),
+            ("no_shard", False, "sgd", False),
+        )
+    ],
+    ids=str,
+)
+def test_delayed_weight_gradients_change_no_bit(case: Case) -> None:
+    """Without a pipeline each backward's are computed after it, in all strategies, fused and not, tied and not."""
+    plain = run_ranks(equivalence.train, 2, case)[0]
+    delayed = run_ranks(equivalence.train, 2, dataclasses.replace(case, delay=True))[0]
+    assert delayed.losses == plain.losses and delayed.norms == plain.norms
+    for ours, theirs in zip(
+        [*delayed.gradients, delayed.weights], [*plain.gradients, plain.weights], strict=True
+    ):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -70,7 +70,11 @@ def test_any_number_of_microbatches() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--delay-wgrad-compute", "--delay-wgrad-compute is for pipelines"),
+        (
+            "--delay-wgrad-compute --transformer-impl transformer_engine --no-gradient-accumulation-fusion "
+            "--num-experts 4",
+            "--delay-wgrad-compute with --no-gradient-accumulation-fusion",
+        ),
         ("--pipeline-schedule gpipe", "--pipeline-schedule is for pipelines"),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "needs --delay-wgrad-compute"),
         (

@@ -171,7 +171,8 @@ FLAGS: tuple[Flag, ...] = (
         "--delay-wgrad-compute",
         Switch.ON,
         False,
-        "Pipelines: compute weight gradients when a rank would wait otherwise (a zero-bubble schedule).",
+        "Compute weight gradients when a rank would wait otherwise: pipelines by a zero-bubble schedule; else while"
+        " tokens travel to experts, the rest after each backward.",
         "train/pipeline.py",
         test="train/test_pipeline.py",
     ),

@@ -22,6 +22,7 @@ from tests.unit.models.moe.training import Layout, Options, Trace, assert_one_or
 EP2 = Layout({"data": 2, "expert": 2})
 TENSOR = Layout({"tensor": 2, "data": 1, "expert": 2}, True)
 """Four microbatches a rank."""
+OVERLAP, DELAY = {"overlap": True}, {"delay": True}
 
 
 def mixtral(**changes: Any) -> ModelConfig:
@@ -32,23 +33,32 @@ def deepseek(**changes: Any) -> ModelConfig:
     return shapes.deepseek(dispatcher="alltoall", **changes)
 
 
-CASES: dict[str, tuple[ModelConfig, ModelConfig, Layout, Options]] = {
-    # model without, model with, layout, options without
-    "zero3": (mixtral(), mixtral(), EP2, Options("optim_grads_params")),
-    "no-shard-unfused": (mixtral(), mixtral(), EP2, Options("no_shard", fused=False)),
-    "zero2-per-token": (deepseek(), deepseek(), EP2, Options("optim_grads", per_token=True)),
+CASES: dict[str, tuple[ModelConfig, ModelConfig, Layout, Options, dict[str, bool]]] = {
+    # model without, model with, layout, options without, what the options with have
+    "zero3": (mixtral(), mixtral(), EP2, Options("optim_grads_params"), OVERLAP),
+    "no-shard-unfused": (mixtral(), mixtral(), EP2, Options("no_shard", fused=False), OVERLAP | DELAY),
+    "zero2-per-token": (deepseek(), deepseek(), EP2, Options("optim_grads", per_token=True), OVERLAP),
     "four-microbatches": (
         deepseek(),
         deepseek(shared_expert_overlap=True),
         TENSOR,
         Options("optim_grads_params"),
+        OVERLAP | DELAY,
+    ),
+    "only-delayed": (mixtral(), mixtral(), EP2, Options("optim_grads_params"), DELAY),
+    "only-delayed-recomputed": (
+        deepseek(),
+        deepseek(),
+        TENSOR,
+        Options("optim", fused=False, recompute="full"),
+        DELAY,
     ),
 }
 
 
 def both(rank: int, world: int, name: str) -> tuple[Trace, Trace, list[list[str]]]:
     """Traces without and with overlap, and the switches of each pair."""
-    plain, overlapped, layout, options = CASES[name]
+    plain, overlapped, layout, options, changes = CASES[name]
     without = train(rank, world, plain, layout, options)[0]
     pairs: list[list[str]] = []
     run = Interleaver.run
@@ -60,7 +70,7 @@ def both(rank: int, world: int, name: str) -> tuple[Trace, Trace, list[list[str]
 
     Interleaver.run = watched
     try:
-        with_overlap = train(rank, world, overlapped, layout, dataclasses.replace(options, overlap=True))[0]
+        with_overlap = train(rank, world, overlapped, layout, dataclasses.replace(options, **changes))[0]
     finally:
         Interleaver.run = run
     return without, with_overlap, pairs
@@ -68,7 +78,7 @@ def both(rank: int, world: int, name: str) -> tuple[Trace, Trace, list[list[str]
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_equal_to_the_bit(name: str) -> None:
-    config, _, layout, _ = CASES[name]
+    config, _, layout, _, changes = CASES[name]
     assert config.moe is not None
     layers = config.moe.num_layers + (config.mtp.num_layers if config.mtp else 0)
     for want, got, pairs in run_ranks(both, layout.world, name, timeout=120):
@@ -80,7 +90,7 @@ def test_results_are_equal_to_the_bit(name: str) -> None:
         ):
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-        assert len(pairs) == 2 * (layout.microbatches - 1)  # of two steps
+        assert len(pairs) == ("overlap" in changes) * 2 * (layout.microbatches - 1)  # of two steps
         for switches in pairs:  # at each way of the tokens, forth and back: in turns throughout
             assert switches == ["forward", "backward"] * (2 * layers)
 

@@ -54,7 +54,7 @@ class Layout:
 class Options:
     """How a layout trains. `double`: in float64, where a long chain of sums leaves fp32's 1e-6. `forced`: a
     bias that sends every token to the first experts. `backend`: "torch" or "te" (in a process that has it).
-    `overlap`: microbatches take turns.
+    `overlap`: microbatches take turns. `delay`: weight gradients wait.
     """
 
     strategy: str = "optim_grads_params"
@@ -65,6 +65,7 @@ class Options:
     forced: bool = False
     backend: str = "torch"
     overlap: bool = False
+    delay: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,6 +187,7 @@ def train(
         params_dtype=options.dtype,
         device="meta",
         fuse_wgrad_accumulation=options.fused,
+        delay_wgrad_compute=options.delay,
     )
     settings = train_config(config, layout, options)
     backend = backend_class(options.backend)(layers)
