@@ -5,8 +5,8 @@ backward of the one before, at every exchange of tokens between experts (megatro
 microbatches' activations are held at once.
 
 Note "Delayed weight gradients" (--delay-wgrad-compute without a pipeline). What a backward has left so far is
-computed at each of its exchanges, before it waits for the tokens, and the rest at its end. A pipeline's schedule has them
-instead (megatron/train/pipeline_runner.py).
+computed at each of its exchanges, before it waits for the tokens, and the rest at its end. A pipeline's schedule
+has them instead (megatron/train/pipeline_runner.py).
 """
 
 from __future__ import annotations

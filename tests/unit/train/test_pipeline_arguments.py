@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron.train.arguments import parse_args, validate
@@ -12,9 +14,9 @@ MODEL = "--num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8 
 RUN = "--micro-batch-size 1 --global-batch-size 8 --train-iters 2 --lr 0.1 --mock-data --tokenizer-type NullTokenizer"
 
 
-def validated(words: str, world: int = 4) -> TrainConfig:
+def validated(words: str, world: int = 4, device: str = "cpu") -> TrainConfig:
     return validate(
-        parse_args([*MODEL.split(), *RUN.split(), "--vocab-size", "32", *words.split()]), world, "cpu"
+        parse_args([*MODEL.split(), *RUN.split(), "--vocab-size", "32", *words.split()]), world, device
     )
 
 
@@ -70,11 +72,6 @@ def test_any_number_of_microbatches() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            "--delay-wgrad-compute --transformer-impl transformer_engine --no-gradient-accumulation-fusion "
-            "--num-experts 4",
-            "--delay-wgrad-compute with --no-gradient-accumulation-fusion",
-        ),
         ("--pipeline-schedule gpipe", "--pipeline-schedule is for pipelines"),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "needs --delay-wgrad-compute"),
         (
@@ -123,3 +120,15 @@ def test_what_does_not_fit_is_refused(words: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         validated(words)
     assert message in str(caught.value)
+
+
+def test_transformer_engine_delays_experts_only_where_they_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pipeline too."""
+    installed = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: name))
+    monkeypatch.setattr("megatron.train.arguments.resolve.importlib", installed)
+    words = "--delay-wgrad-compute --num-experts 4 --transformer-impl"
+    assert validated(f"{words} transformer_engine", device="cuda").delay_wgrad_compute
+    unfused = "--no-gradient-accumulation-fusion"
+    assert validated(f"{words} local {unfused}", device="cuda").delay_wgrad_compute
+    with pytest.raises(ValueError, match="--delay-wgrad-compute with --no-gradient-accumulation-fusion"):
+        validated(f"{words} transformer_engine {unfused}", device="cuda")
