@@ -25,12 +25,14 @@ SOURCES = ("megatron", "pretrain_gpt.py", "pretrain_deepseek.py")
 
 
 def one_rank_path(case: Case) -> Path:
-    """Where the case's one-rank run is kept: by the hash of its arguments and of the sources that it ran with."""
-    return ONE_RANK_FOLDER / f"{case.one_rank_key}-{_sources_digest()}.jsonl"
+    """Where the case's one-rank run is kept: by the hash of its arguments, of the sources and of where it was made."""
+    return ONE_RANK_FOLDER / f"{case.one_rank_key}-{_digest(case)}.jsonl"
 
 
-def _sources_digest() -> str:
-    digest = hashlib.sha256()
+def _digest(case: Case) -> str:
+    here = golden.here(golden.threads_of(case.environment))
+    places = {key: here[key] for key in golden.SAME}
+    digest = hashlib.sha256(json.dumps([places, case.environment], sort_keys=True).encode())
     for name in SOURCES:
         top = ROOT / name
         for path in sorted(top.rglob("*.py")) if top.is_dir() else [top]:
@@ -71,7 +73,12 @@ def golden_faults(case: Case, found: Metrics, platform: str = "cpu") -> list[str
     exact = golden.same_place(recorded, now)
     faults = golden.compare(expected, found, None if exact else case.precision)
     what = "golden (exact)" if exact else f"golden (of {recorded['platform']})"
-    return [f"{what}: {fault}" for fault in faults]
+    thin = [
+        f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path} lacks {lack}: "
+        f"scripts/update_golden.sh {case.name} records it"
+        for lack in golden.lacking(expected, found)
+    ]
+    return [*(f"{what}: {fault}" for fault in faults), *thin]
 
 
 def one_rank_faults(case: Case, found: Metrics, expected: Metrics) -> list[str]:

@@ -173,6 +173,18 @@ def compare(expected: Metrics, found: Metrics, precision: str | None) -> list[Di
     return faults
 
 
+def lacking(expected: Metrics, found: Metrics) -> list[str]:
+    """What `found` reports and `expected`, too thin to hold it, does not; observed metrics are left out."""
+    lacks = []
+    for name, series in found.items():
+        if name in OBSERVED:
+            continue
+        steps = sorted(set(series) - set(expected.get(name, {})))
+        if steps:
+            lacks.append(f"{name} at step {', '.join(map(str, steps))}" if name in expected else name)
+    return lacks
+
+
 def _is_near(difference: Difference, precision: str | None) -> bool:
     expected, found = difference.expected, difference.found
     if precision is None:

@@ -87,6 +87,26 @@ def test_another_place_compares_within_tolerances(tmp_path: Path) -> None:
     assert "golden (exact): lm loss" in check.golden_faults(case, moved("lm loss", 1 + 1e-6))[0]
 
 
+def test_a_golden_file_thinner_than_the_run_is_a_fault(tmp_path: Path) -> None:
+    case = replace(load("gpt/dropout-ckpt-resume"), name=str(tmp_path))
+    path = golden.path_of(tmp_path)
+    golden.save(path, {"lm loss": {1: 4.0}}, golden.here(1))
+    assert check.golden_faults(case, METRICS) == [
+        f"{path} lacks lm loss at step 2: scripts/update_golden.sh {tmp_path} records it",
+        f"{path} lacks grad-norm: scripts/update_golden.sh {tmp_path} records it",
+    ]
+
+
+def test_a_kept_one_rank_run_is_of_this_place_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = load("gpt/dropout-ckpt-resume")
+    paths = {check.one_rank_path(case)}
+    paths.add(check.one_rank_path(replace(case, environment={"NVTE_FLASH_ATTN": "0"})))
+    paths.add(check.one_rank_path(replace(case, environment={"OMP_NUM_THREADS": "7"})))
+    monkeypatch.setattr("torch.__version__", "another")
+    paths.add(check.one_rank_path(case))
+    assert len(paths) == 4
+
+
 def test_a_resume_that_began_anew_is_a_fault() -> None:
     case = load("gpt/dropout-ckpt-resume")
     rest = {name: {2: series[2]} for name, series in METRICS.items()}

@@ -43,8 +43,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 OPTIONS_COVER = pairwise_cover(list(OPTIONS.values()))
 # tp, cp and dp each sum in another order than one rank: a layer norm's bias, a small sum of large terms, was 2.01 times
-# as far away from plain fp32 as that is from float64.
-SLACK = 3.0
+# as far away from plain fp32 as that is from float64 on up to 4 ranks, 3.21 times on 8.
+SLACK = {1: 3.0, 2: 3.0, 4: 3.0, 8: 4.0}
+"""By number of ranks: how many times fp32's own rounding a tensor may be off, where that is more than 1e-6."""
 Place = tuple[int, int, int, bool, str]
 """(tp, cp, dp, sequence parallelism, kind of context parallelism)."""
 
@@ -106,9 +107,9 @@ def check(case: LayoutCase) -> list[LayoutTrace]:
         assert torch.equal(start[name][:rows], tensor[:rows]), f"{name} does not start alike"
     for step, (close, true) in enumerate(zip(reference.gradients, exact.gradients, strict=True)):
         gradients = assemble([trace.gradients[step] for trace in traces], true)
-        compare(gradients, close, true, tolerance, SLACK)
+        compare(gradients, close, true, tolerance, SLACK[case.world])
     weights = assemble([trace.weights for trace in traces], exact.weights)
-    compare(weights, reference.weights, exact.weights, tolerance, SLACK)
+    compare(weights, reference.weights, exact.weights, tolerance, SLACK[case.world])
     return traces
 
 
