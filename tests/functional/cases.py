@@ -35,8 +35,9 @@ LAYOUT_FLAGS = frozenset(
     --outer-dp-sharding-strategy --tensor-model-parallel-size --sequence-parallel --pipeline-model-parallel-size
     --pipeline-schedule --num-virtual-stages-per-pipeline-rank --delay-wgrad-compute --context-parallel-size
     --cp-comm-type --hierarchical-context-parallel-sizes --expert-model-parallel-size --expert-tensor-parallel-size
-    --moe-token-dispatcher-type --no-gradient-accumulation-fusion --transformer-impl --attention-backend
-    --recompute-granularity --recompute-method --recompute-num-layers --save --save-interval --load --ckpt-step
+    --moe-token-dispatcher-type --moe-flex-dispatcher-backend --no-gradient-accumulation-fusion
+    --transformer-impl --attention-backend --recompute-granularity --recompute-method --recompute-num-layers
+    --save --save-interval --load --ckpt-step
     """.split()
 )
 

@@ -257,12 +257,22 @@ def table(cells: list[dict[str, str]], num_default: int) -> str:
         lines.append(f"| {star}{index + 1} | {Sizes.of(cell).world} | {values} |")
     lines += ["", "Folders below `tests/functional/test_cases/`, by number:", ""]
     lines += [f"{index + 1}. {name_of(cell)}" for index, cell in enumerate(cells)]
+    lines += ["", "Beside them, written by hand (each file says why): " + ", ".join(_by_hand()) + "."]
     lines += ["", "## In how many cases each pair meets", ""]
     for first, second in itertools.combinations(AXES, 2):
         lines += _pair_table(cells, first, second, cannot)
     lines += ["## Pairs that cannot meet", "", "| pair | reason |", "|---|---|"]
     lines += [f"| {a[1]} with {b[1]} | {reason} |" for (a, b), reason in cannot.items()]
     return "\n".join(lines) + "\n"
+
+
+def _by_hand() -> list[str]:
+    paths = sorted(CASES.glob("*/*/model_config.yaml"))
+    return [
+        str(path.parent.relative_to(CASES))
+        for path in paths
+        if not path.read_text().startswith("# Written by")
+    ]
 
 
 def _pair_table(cells: list[dict[str, str]], first: str, second: str, cannot: dict[Pair, str]) -> list[str]:

@@ -41,3 +41,12 @@ def transformer_engine_on_cpu() -> Iterator[None]:
     steps = tuple(device if step is original else step for step in resolve._STEPS)
     with mock.patch.object(resolve, "_STEPS", steps):
         yield
+
+
+@contextlib.contextmanager
+def deep_ep_over_gloo() -> Iterator[None]:
+    """The package deep_ep is there: the flex dispatcher's libraries over plain all-to-alls."""
+    from tests.unit.parallel.expert import fake_flex
+
+    with fake_flex.deep_ep_over_gloo():
+        yield

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.machinery
 import sys
 import types
-from unittest import mock
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,23 @@ from megatron.parallel.expert import ExpertGrid
 from megatron.parallel.expert.flex import flex_buffer
 
 
+@contextlib.contextmanager
+def deep_ep_over_gloo() -> Iterator[None]:
+    """Within it, deep_ep is installed: the libraries below."""
+    module = types.ModuleType("deep_ep")
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_ep", None)
+    module.Buffer, module.HybridEPBuffer = Buffer, HybridEPBuffer
+    # Not mock.patch.dict: it would also forget what else is imported meanwhile.
+    sys.modules["deep_ep"] = module
+    try:
+        yield
+    finally:
+        del sys.modules["deep_ep"]
+
+
 def fake_flex_buffer(backend: str, grid: ExpertGrid):
     """flex_buffer() with the libraries below."""
-    module = types.ModuleType("deep_ep")
-    module.Buffer, module.HybridEPBuffer = Buffer, HybridEPBuffer
-    with mock.patch.dict(sys.modules, {"deep_ep": module}):
+    with deep_ep_over_gloo():
         return flex_buffer(backend, grid)
 
 
