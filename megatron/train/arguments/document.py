@@ -17,8 +17,7 @@ DEFAULT_PATH = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
 _MEANING = {
     "works": "is read in the file named; a test that uses it is named where there is one",
     "no-op": "is accepted and has no effect here, for the reason given; the log says so once",
-    "not yet": "is planned: its default is accepted, another value is refused by name",
-    "refused": "is left to others: its default is accepted, another value is refused by name",
+    "refused": "is not there: its default is accepted, another value is refused, with what to use instead",
 }
 
 _INTRODUCTION = """# Flags
@@ -54,7 +53,7 @@ Deviations from Megatron-LM:
 
 def document() -> str:
     """The whole page."""
-    counts = Counter(flag.status.replace("_", "-").replace("not-yet", "not yet") for flag in flags())
+    counts = Counter(flag.status.replace("_", "-") for flag in flags())
     meanings = "\n".join(
         f"- **{name}** ({counts[name]} flags): {meaning}." for name, meaning in _MEANING.items()
     )
@@ -74,7 +73,7 @@ def document() -> str:
 def _cells(flag: Flag) -> Iterator[str]:
     yield ", ".join(f"`{spelling}`" for spelling in flag.spellings)
     yield _value(flag)
-    yield {"no_op": "no-op", "not_yet": "not yet"}.get(flag.status, flag.status)
+    yield flag.status.replace("_", "-")
     text = flag.help if flag.status == "works" else _sentence(flag.reason)
     for value, reason in flag.refused_values:
         text += f" `{value}` is refused: {reason}."

@@ -5,8 +5,7 @@ unchanged. The status says honestly what happens with a value:
 
 works     read by the file in `read_by`; `test` names the test that fails without it.
 no_op     accepted and without effect here, for a stated reason (one line in the log when given).
-not_yet   accepted at its default only; another value is refused by name until it is built.
-refused   accepted at its default only; outside what this project does; the reason says what to use instead.
+refused   accepted at its default only; another value is refused by name; the reason says what to use instead.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["works", "no_op", "not_yet", "refused"]
+Status = Literal["works", "no_op", "refused"]
 
 
 class Switch(enum.Enum):
@@ -102,11 +101,6 @@ def no_op(name: str, type: ValueType | Switch, default: object, reason: str, **o
     return Flag(name, type, default, "no_op", reason=reason, **options)  # type: ignore[arg-type]
 
 
-def not_yet(name: str, type: ValueType | Switch, default: object, reason: str, **options: object) -> Flag:
-    """A flag of something that is planned and not there yet."""
-    return Flag(name, type, default, "not_yet", reason=reason, **options)  # type: ignore[arg-type]
-
-
 def refused(name: str, type: ValueType | Switch, default: object, reason: str, **options: object) -> Flag:
-    """A flag of something that this project leaves to others."""
+    """A flag of something that is not there, or that this project leaves to others."""
     return Flag(name, type, default, "refused", reason=reason, **options)  # type: ignore[arg-type]

@@ -25,26 +25,3 @@ def check_overlap(v: Namespace) -> None:
             raise ValueError(
                 f"--overlap-moe-expert-parallel-comm needs {needed}: change that, or drop the flag"
             )
-
-
-def idle_flags(v: Namespace) -> list[str]:
-    """A line for each flag of an overlap or an interleaving that has no effect. v: a resolved namespace."""
-    lines = []
-    if v.moe_shared_expert_overlap:
-        kind, width = v.moe_token_dispatcher_type, v.moe_shared_expert_intermediate_size
-        if not v.num_experts or width is None:
-            lines.append(
-                "--moe-shared-expert-overlap has no effect without --num-experts and "
-                "--moe-shared-expert-intermediate-size"
-            )
-        elif kind != "alltoall":
-            lines.append(
-                f"--moe-shared-expert-overlap has no effect with --moe-token-dispatcher-type {kind}: use alltoall"
-            )
-    size = v.microbatch_group_size_per_vp_stage
-    if size is not None and v.virtual_pipeline_model_parallel_size is None:
-        lines.append(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {size} has no effect without interleaving "
-            "(--num-virtual-stages-per-pipeline-rank 2 or more)"
-        )
-    return lines

@@ -66,7 +66,7 @@ def _unknown_message(rest: Sequence[str]) -> str:
     messages = []
     for name in names:
         tried = "--" + name.lstrip("-").replace("_", "-")
-        near = difflib.get_close_matches(tried, spellings, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(tried, spellings, n=1, cutoff=0.6)
         messages.append(f"unknown flag {name}" + (f": did you mean {near[0]}?" if near else ""))
     return "; ".join(messages)
 

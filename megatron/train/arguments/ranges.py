@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 from megatron.train.arguments.tables import flags_by_dest
@@ -118,6 +119,7 @@ RANGES: dict[str, tuple[float, float | None, bool]] = {
 
 def check_ranges(v: Namespace) -> None:
     """Raises ValueError naming the flag, its value and the range. v: arguments as given, or resolved."""
+    _check_finite(v)
     for dest, (low, high, closed) in RANGES.items():
         value = getattr(v, dest)
         if value is None:
@@ -128,6 +130,14 @@ def check_ranges(v: Namespace) -> None:
             raise ValueError(f"{flag} {value}: give {least}")
         if high is not None and not (value <= high if closed else value < high):
             raise ValueError(f"{flag} {value}: give a number {'up to' if closed else 'below'} {high}")
+
+
+def _check_finite(v: Namespace) -> None:
+    for dest, (flag, *_) in flags_by_dest().items():
+        value = getattr(v, dest)
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{flag.name} {number}: give a finite number")
 
 
 def check_multiple(what: str, value: int, of: str, by: int) -> None:

@@ -32,9 +32,8 @@ def refusals(arguments: Namespace) -> list[str]:
         if not is_given(flag, arguments):
             continue
         value = getattr(arguments, flag.dest)
-        if flag.status in ("refused", "not_yet") and value not in flag.also_accepted:
-            kind = "not supported" if flag.status == "refused" else "not built yet"
-            reasons.setdefault(f"{kind}: {flag.reason}", []).append(spelled(flag, value))
+        if flag.status == "refused" and value not in flag.also_accepted:
+            reasons.setdefault(f"not supported: {flag.reason}", []).append(spelled(flag, value))
         for item in value if isinstance(value, list) else [value]:
             reason = dict(flag.refused_values).get(item)
             if reason is not None:

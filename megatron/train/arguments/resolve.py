@@ -17,7 +17,7 @@ import torch
 from megatron.parallel.pipeline.stages import parse_layout
 from megatron.train.arguments.batch import batch_schedule
 from megatron.train.arguments.fp8 import check_fp8
-from megatron.train.arguments.overlap import idle_flags
+from megatron.train.arguments.idle import idle_flags
 
 
 @dataclass
@@ -150,7 +150,6 @@ def _parallel(v: Namespace, context: Context) -> None:
     if v.expert_tensor_parallel_size is None:
         v.expert_tensor_parallel_size = tensor
     v.virtual_pipeline_model_parallel_size = _virtual_stages(v)
-    context.warnings.extend(idle_flags(v))
 
 
 def _virtual_stages(v: Namespace) -> int | None:
@@ -356,4 +355,5 @@ _STEPS: tuple[Callable[[Namespace, Context], None], ...] = (
     _batch,
     _length,
     _data,
+    lambda v, context: context.warnings.extend(idle_flags(v)),
 )

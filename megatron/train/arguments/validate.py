@@ -43,7 +43,7 @@ def validate(arguments: Namespace, world_size: int, device: str | None = None) -
 
 
 def check_and_resolve(arguments: Namespace, world_size: int, device: str = "cpu") -> TrainConfig:
-    """validate() without refusals: the rules of what is not built yet are tested with it."""
+    """validate() without refusals: the rules of what is refused are tested with it."""
     return _checked(copy.deepcopy(arguments), Context(world_size, device), [])
 
 

@@ -49,7 +49,7 @@ def test_flags_are_refused_by_name_where_fp8_cannot_be(monkeypatch: pytest.Monke
         ),
         ("--num-experts 4 --moe-ffn-hidden-size 24", "--moe-ffn-hidden-size 24"),
         ("--fp8-recipe custom", "--fp8-recipe custom is not built"),
-        ("--fp8-param-gather", "--fp8-param-gather is not built yet"),
+        ("--fp8-param-gather", "--fp8-param-gather is not supported"),
     ],
 )
 def test_sizes_and_parts_that_fp8_cannot_have(words: str, expected: str) -> None:

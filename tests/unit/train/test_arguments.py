@@ -25,7 +25,7 @@ def config(words: str = "", world_size: int = 1, base: str = RUN, device: str = 
 
 
 def later(words: str, world_size: int = 1, base: str = RUN) -> TrainConfig:
-    """Without refusals: for the rules of what is not built yet."""
+    """Without refusals: for the rules of what is refused."""
     return check_and_resolve(parse_args(f"{base} {words}".split()), world_size)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 WRITER = "tunes the process that writes checkpoints"
 PARALLEL_SAVE = "every rank always writes what it holds"
@@ -302,8 +302,10 @@ FLAGS: tuple[Flag, ...] = (
     refused(
         "--ckpt-convert-update-legacy-dist-opt-format", Switch.ON, False, "use megatron/tools for conversions"
     ),
-    not_yet("--override-ckpt-iteration", int, None, "the step is the checkpoint's"),
-    not_yet(
+    refused(
+        "--override-ckpt-iteration", int, None, "the step is the checkpoint's; --finetune begins at step 0"
+    ),
+    no_op(
         "--no-save-tokenizer-assets",
         Switch.OFF,
         True,

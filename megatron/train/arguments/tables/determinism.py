@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 ONE_FILE = "a dump is made once, when the watchdog ends the run"
 
@@ -75,7 +75,7 @@ FLAGS: tuple[Flag, ...] = (
             "triton",
         ),
     ),
-    not_yet("--gpu-sniff-test-interval", int, None, "the self-test of GPUs is not there"),
+    refused("--gpu-sniff-test-interval", int, None, "GPUs are not tested beside the run; use --rerun-mode"),
     works(
         "--flight-recorder-dump-path",
         str,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 NO_TOGGLE = "the report of --log-straggler cannot be switched during a run; leave that flag out"
 NO_ONE_LOGGER = "One Logger is not used"
+NO_TENSOR_FILES = "tensors of a step are not written to files; hook the module that you look for"
 NO_OTEL = "use tensorboard, wandb or metrics.jsonl"
 
 TITLE = "Logs"
@@ -43,10 +44,17 @@ FLAGS: tuple[Flag, ...] = (
         "train/report.py",
         test="train/test_arguments_scripts.py",
     ),
-    not_yet("--log-progress", Switch.ON, False, "progress.txt is not written; metrics.jsonl has every step"),
-    not_yet("--log-memory-interval", int, None, "memory is reported at every --log-interval"),
-    not_yet("--log-device-memory-used", Switch.ON, False, "memory is that of this process"),
-    not_yet("--log-energy", Switch.ON, False, "energy is not measured"),
+    no_op(
+        "--log-progress", Switch.ON, False, "there is no progress.txt; --metrics-file has every step and save"
+    ),
+    no_op("--log-memory-interval", int, None, "memory is reported at every --log-interval"),
+    refused(
+        "--log-device-memory-used",
+        Switch.ON,
+        False,
+        "memory is reported of this process; ask nvidia-smi for a device's",
+    ),
+    refused("--log-energy", Switch.ON, False, "energy is not measured; ask nvidia-smi or DCGM for it"),
     works(
         "--log-timers-to-tensorboard",
         Switch.ON,
@@ -206,12 +214,24 @@ FLAGS: tuple[Flag, ...] = (
     no_op("--one-logger-run-name", str, None, NO_ONE_LOGGER),
     no_op("--app-tag-run-name", str, None, NO_ONE_LOGGER),
     no_op("--app-tag-run-version", str, "0.0.0", NO_ONE_LOGGER),
-    not_yet("--config-logger-dir", str, "", "the configuration is printed by --validate-only"),
-    not_yet("--save-activations-interval", int, None, "activations are not written to files"),
-    not_yet("--save-dgrads-interval", int, None, "gradients are not written to files"),
-    not_yet("--save-wgrads-interval", int, None, "gradients are not written to files"),
-    not_yet("--save-params-interval", int, None, "parameters are not written to files"),
-    not_yet("--save-tokens-per-expert-interval", int, None, "router counts are not written to files"),
+    refused(
+        "--config-logger-dir", str, "", "--validate-only prints the configuration, and checkpoints keep it"
+    ),
+    refused("--save-activations-interval", int, None, NO_TENSOR_FILES),
+    refused("--save-dgrads-interval", int, None, NO_TENSOR_FILES),
+    refused("--save-wgrads-interval", int, None, NO_TENSOR_FILES),
+    refused(
+        "--save-params-interval",
+        int,
+        None,
+        "save checkpoints by --save-interval; --log-params-norm shows drifts",
+    ),
+    refused(
+        "--save-tokens-per-expert-interval",
+        int,
+        None,
+        "--moe-per-layer-logging and --metrics-file keep the loads of routers",
+    ),
     refused("--otel-enabled", Switch.ON, False, NO_OTEL),
     refused("--otel-service-name", str, None, NO_OTEL),
     refused("--otel-span-groups", str, None, NO_OTEL),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
-NOT_THERE = "experts' weight gradients are not delayed behind their input gradients' way back; leave it out"
+SEE_DELAY = "--delay-wgrad-compute computes weight gradients while tokens travel back"
 HYBRID_EP = "tunes a kernel of HybridEP"
 SAME_RESULT = "a fused kernel with the same result"
 PADDED = "with FP8, each expert's rows are always padded to what the recipe needs"
@@ -137,7 +137,7 @@ FLAGS: tuple[Flag, ...] = (
         "train/build.py",
         test="models/moe/test_overlap.py",
     ),
-    not_yet("--overlap-dispatch-backward-with-experts-wgrad", Switch.ON, False, NOT_THERE),
+    refused("--overlap-dispatch-backward-with-experts-wgrad", Switch.ON, False, SEE_DELAY),
     no_op(
         "--ep-overlap-early-attn-memory-release",
         Switch.ON,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 NO_DEFERRAL = (
-    "losses come from the head in chunks, and what a deferred gradient of it would keep is as large as the logits; use "
-    "--delay-wgrad-compute for the layers"
+    "losses come from the head in chunks, and what a deferred gradient of it would keep is as large as the logits; "
+    "--delay-wgrad-compute delays those of the layers"
 )
 SEE_SHARDS = "see --tensor-parallel-num-weight-shards"
 USER_BUFFERS = "tunes kernels of Transformer Engine's user buffers"
@@ -165,8 +165,8 @@ FLAGS: tuple[Flag, ...] = (
         dest="overlap_p2p_comm_warmup_flush",
     ),
     no_op("--use-ring-exchange-p2p", Switch.ON, False, "stages use batched point-to-point operations"),
-    refused("--defer-embedding-wgrad-compute", Switch.ON, False, NO_DEFERRAL),
-    refused("--wgrad-deferral-limit", int, 0, NO_DEFERRAL),
+    no_op("--defer-embedding-wgrad-compute", Switch.ON, False, NO_DEFERRAL),
+    no_op("--wgrad-deferral-limit", int, 0, NO_DEFERRAL),
     works(
         "--delay-wgrad-compute",
         Switch.ON,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, refused, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 FP8 = "train/arguments/fp8.py"
 FP8_TEST = "te/test_fp8.py"
@@ -105,7 +105,7 @@ FLAGS: tuple[Flag, ...] = (
         ),
         refused_values=(("custom", "choose tensorwise, delayed, blockwise or mxfp8"),),
     ),
-    not_yet("--fp8-param-gather", Switch.ON, False, NO_FP8_WEIGHTS),
+    refused("--fp8-param-gather", Switch.ON, False, NO_FP8_WEIGHTS),
     works(
         "--fp8-margin",
         int,
@@ -143,7 +143,9 @@ FLAGS: tuple[Flag, ...] = (
         aliases=("--disable-fp8-wgrad",),
         dest="fp8_wgrad",
     ),
-    not_yet("--fp8-output-proj", Switch.ON, False, "the head computes in the parameters' dtype"),
+    refused(
+        "--fp8-output-proj", Switch.ON, False, "the head computes in the parameters' dtype; leave it out"
+    ),
     refused("--fp8-quantizer-factory", str, None, "recipes are chosen by --fp8-recipe"),
     works(
         "--first-last-layers-bf16",
@@ -155,7 +157,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     works("--num-layers-at-start-in-bf16", int, 1, "How many first layers.", FP8, test=FP8_TEST),
     works("--num-layers-at-end-in-bf16", int, 1, "How many last layers.", FP8, test=FP8_TEST),
-    not_yet("--reuse-grad-buf-for-mxfp8-param-ag", Switch.ON, False, NO_FP8_WEIGHTS),
+    refused("--reuse-grad-buf-for-mxfp8-param-ag", Switch.ON, False, NO_FP8_WEIGHTS),
     refused("--te-precision-config-file", str, None, "recipes are chosen by --fp8-recipe"),
     refused("--fp4-format", str, None, NO_FP4, choices=("e2m1",), dest="fp4"),
     refused("--fp4-param-gather", Switch.ON, False, NO_FP4),

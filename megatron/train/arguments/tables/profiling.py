@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.train.arguments.flag import Flag, Switch, no_op, not_yet, works
+from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 TITLE = "Profiling"
 
@@ -50,8 +50,15 @@ FLAGS: tuple[Flag, ...] = (
         "--pytorch-profiler-collect-callstack", Switch.ON, False, "With Python stacks.", "train/profiler.py"
     ),
     works("--pytorch-profiler-collect-shapes", Switch.ON, False, "With shapes.", "train/profiler.py"),
-    not_yet("--pytorch-profiler-collect-chakra", Switch.ON, False, "Chakra traces are not there"),
-    not_yet("--record-shapes", Switch.ON, False, "shapes in emitted NVTX ranges are not there"),
+    refused(
+        "--pytorch-profiler-collect-chakra",
+        Switch.ON,
+        False,
+        "no Chakra trace is made; --use-pytorch-profiler writes a trace for Perfetto",
+    ),
+    refused(
+        "--record-shapes", Switch.ON, False, "use --use-pytorch-profiler --pytorch-profiler-collect-shapes"
+    ),
     no_op("--nvtx-ranges", Switch.ON, False, "phases are always marked by record_function"),
     works(
         "--record-memory-history",
