@@ -15,7 +15,7 @@ from megatron.train.arguments.tables import GROUPS, flags
 DEFAULT_PATH = Path(__file__).resolve().parents[3] / "docs" / "flags.md"
 
 _MEANING = {
-    "works": "is read in the file named; a test that uses it is named where there is one",
+    "works": "is read in the file named, and the test named fails without it",
     "no-op": "is accepted and has no effect here, for the reason given; the log says so once",
     "refused": "is not there: its default is accepted, another value is refused, with what to use instead",
 }
@@ -81,7 +81,7 @@ def _cells(flag: Flag) -> Iterator[str]:
         text += " Accepted too: " + ", ".join(f"`{value}`" for value in flag.also_accepted) + "."
     if flag.read_by:
         text += f" Read in `{flag.read_by.removeprefix('megatron/')}`"
-        text += f", tested in `{flag.test.removeprefix('tests/')}`." if flag.test else "."
+        text += f", tested in `{flag.test.removeprefix('tests/')}`."
     yield _plain(text)
 
 

@@ -66,7 +66,8 @@ class Flag:
         assert (self.status == "works") == (not self.reason), (
             f"{self.name}: a reason is for what does not work"
         )
-        assert self.status != "works" or (self.help and self.read_by), f"{self.name}: no help or reader"
+        known = self.help and self.read_by and self.test
+        assert self.status != "works" or known, f"{self.name}: no help, reader or test"
 
     @property
     def spellings(self) -> tuple[str, ...]:

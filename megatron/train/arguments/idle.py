@@ -90,6 +90,14 @@ IDLE: tuple[Idle, ...] = (
         "without --tensorboard-dir",
     ),
     Idle(
+        ("--record-memory-history", "--empty-unused-memory-level"),
+        lambda v: v.device != "cuda",
+        "without a CUDA device",
+    ),
+    Idle(
+        ("--memory-snapshot-path",), lambda v: not v.record_memory_history, "without --record-memory-history"
+    ),
+    Idle(
         ("--profile-step-start", "--profile-step-end", "--profile-ranks", "--use-pytorch-profiler"),
         lambda v: not v.profile,
         "without --profile",

@@ -65,7 +65,8 @@ class _Recorder:
 def build(rank: int, world: int, words: list[str]) -> Run:
     """What main.py builds, on the pool's process group, with less mock data."""
     shrink_mock_data()
-    tiny = [word for word in TINY if word != "--mock-data" or "--data-path" not in words]
+    files = any(word.endswith("-data-path") or word == "--data-path" for word in words)
+    tiny = [word for word in TINY if word != "--mock-data" or not files]
     config = validate(parse_args([*tiny, *words]), world, "cpu")
     seed_everything(config.seed)
     return build_run(config, Launch(rank, world, rank, world), torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from megatron.train.initialize import (
     sum_bf16_products_in_fp32,
     tasks_on_node,
 )
+from megatron.train.main import _run
+from tests.unit.train.jobs import TINY
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -144,3 +147,20 @@ def test_bf16_products_are_summed_in_fp32_where_asked() -> None:
         assert matmul.allow_bf16_reduced_precision_reduction is False
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def test_the_level_of_pythons_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--logging-level, before anything is set up."""
+
+    def stop(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron.train.main.prepare_environment", stop)
+    before = logging.getLogger().level
+    try:
+        for words, level in (("", before), ("--logging-level 17", 17)):
+            with pytest.raises(KeyboardInterrupt):
+                _run([*TINY, "--train-iters", "1", *words.split()], None, Launch(0, 1, 0, 1))
+            assert logging.getLogger().level == level
+    finally:
+        logging.getLogger().setLevel(before)

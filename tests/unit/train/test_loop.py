@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron.train.loop import _Loop
 from tests.pool import run_ranks
+from tests.unit.train.data.corpora import write_corpus
 from tests.unit.train.jobs import Outcome, run_jobs
 
 QUIET = "--hidden-dropout 0 --attention-dropout 0 --global-batch-size 4"
@@ -97,3 +102,41 @@ def test_validation_does_not_move_training() -> None:
     )
     assert without.series("lm_loss") == with_evaluation.series("lm_loss")
     assert len(with_evaluation.series("lm_loss_validation")) == 3
+
+
+def test_evaluation_begins_where_it_is_to() -> None:
+    (outcome,) = jobs(
+        "--global-batch-size 4 --train-iters 4 --eval-interval 1 --start-eval-at-iter 3 --eval-iters 1"
+    )
+    evaluated = [line["iteration"] for line in outcome.numbers if "lm_loss_validation" in line]
+    assert evaluated == [3, 4]
+
+
+def test_the_test_set_has_its_own_path(tmp_path: Path) -> None:
+    """Only what is measured on it changes."""
+    prefixes = [
+        write_corpus(tmp_path / name, [[token] * 40 for token in range(first, first + 12)])
+        for name, first in (("one", 1), ("two", 15))
+    ]
+    common = f"{QUIET} --train-iters 2 --eval-iters 1 --train-data-path {prefixes[0]} --valid-data-path {prefixes[0]}"
+    same, other = jobs(*(f"{common} --test-data-path {prefix}" for prefix in prefixes))
+    assert same.series("lm_loss") == other.series("lm_loss")
+    assert same.series("lm_loss_validation") == other.series("lm_loss_validation") != []
+    assert same.series("lm_loss_test") != other.series("lm_loss_test")
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_unused_memory_is_given_back_where_asked(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: seen.append("emptied"))
+    config = SimpleNamespace(
+        empty_unused_memory_level=level, manual_gc=False, eval_interval=None, save=None,
+        check_weight_hash_across_dp_replicas_interval=None,
+    )  # fmt: skip
+    loop = SimpleNamespace(
+        progress=SimpleNamespace(iteration=1), config=config, reporter=None, _tell_saved=lambda: None,
+        run=SimpleNamespace(device=torch.device("cuda")), _reason_to_stop=lambda: None,
+    )  # fmt: skip
+    with contextlib.suppress(AttributeError):  # what follows is not this test's
+        _Loop._after_iteration(loop, None)  # type: ignore[arg-type]
+    assert seen == ["emptied"] * level

@@ -42,7 +42,15 @@ FLAGS: tuple[Flag, ...] = (
         test="train/data/test_build.py",
         nargs="*",
     ),
-    works("--test-data-path", str, None, "Prefixes for testing alone.", "train/data/config.py", nargs="*"),
+    works(
+        "--test-data-path",
+        str,
+        None,
+        "Prefixes for testing alone.",
+        "train/data/config.py",
+        test="train/test_loop.py",
+        nargs="*",
+    ),
     works(
         "--data-args-path",
         str,
@@ -112,6 +120,7 @@ FLAGS: tuple[Flag, ...] = (
         1,
         "Threads that build the parts of a blend.",
         "train/data/build.py",
+        test="train/data/test_build.py",
     ),
     works(
         "--no-mmap-bin-files",
@@ -159,6 +168,7 @@ FLAGS: tuple[Flag, ...] = (
         0.005,
         "Spare share of samples built for each part of a blend.",
         "train/data/build.py",
+        test="train/data/test_build.py",
     ),
     no_op(
         "--per-dataset-sequences-path",

@@ -189,7 +189,14 @@ FLAGS: tuple[Flag, ...] = (
         test="train/test_observe.py",
         dest="barrier_with_L1_time",
     ),
-    works("--logging-level", int, None, "Level of Python's logging.", "train/main.py"),
+    works(
+        "--logging-level",
+        int,
+        None,
+        "Level of Python's logging.",
+        "train/main.py",
+        test="train/test_initialize.py",
+    ),
     works(
         "--log-straggler",
         Switch.ON,

@@ -37,6 +37,7 @@ FLAGS: tuple[Flag, ...] = (
         [],
         "Ranks that profile; rank 0 when not given.",
         "train/profiler.py",
+        test="train/test_profiler.py",
         nargs="+",
     ),
     works(
@@ -45,11 +46,24 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "torch's profiler instead of cudaProfilerStart for nsys.",
         "train/profiler.py",
+        test="train/test_profiler.py",
     ),
     works(
-        "--pytorch-profiler-collect-callstack", Switch.ON, False, "With Python stacks.", "train/profiler.py"
+        "--pytorch-profiler-collect-callstack",
+        Switch.ON,
+        False,
+        "With Python stacks.",
+        "train/profiler.py",
+        test="train/test_profiler.py",
     ),
-    works("--pytorch-profiler-collect-shapes", Switch.ON, False, "With shapes.", "train/profiler.py"),
+    works(
+        "--pytorch-profiler-collect-shapes",
+        Switch.ON,
+        False,
+        "With shapes.",
+        "train/profiler.py",
+        test="train/test_profiler.py",
+    ),
     refused(
         "--pytorch-profiler-collect-chakra",
         Switch.ON,
@@ -66,6 +80,14 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Record allocations and write a snapshot.",
         "train/profiler.py",
+        test="train/test_profiler.py",
     ),
-    works("--memory-snapshot-path", str, "snapshot.pickle", "File of the snapshot.", "train/profiler.py"),
+    works(
+        "--memory-snapshot-path",
+        str,
+        "snapshot.pickle",
+        "File of the snapshot.",
+        "train/profiler.py",
+        test="train/test_profiler.py",
+    ),
 )

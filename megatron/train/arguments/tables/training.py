@@ -122,7 +122,14 @@ FLAGS: tuple[Flag, ...] = (
         "train/arguments/resolve.py",
         test="train/data/test_build.py",
     ),
-    works("--start-eval-at-iter", int, None, "No evaluation before this step.", "train/loop.py"),
+    works(
+        "--start-eval-at-iter",
+        int,
+        None,
+        "No evaluation before this step.",
+        "train/loop.py",
+        test="train/test_loop.py",
+    ),
     works(
         "--skip-train",
         Switch.ON,
@@ -236,6 +243,7 @@ FLAGS: tuple[Flag, ...] = (
         0,
         "Give cached device memory back: 0 never, 1 or 2 after each step.",
         "train/loop.py",
+        test="train/test_loop.py",
         choices=(
             0,
             1,

@@ -51,6 +51,13 @@ def test_idle_flags_are_named(words: str, needed: str, line: str) -> None:
     assert not any(line in warning for warning in rest), rest
 
 
+def test_what_needs_a_device_is_named_without_one() -> None:
+    words = f"{RUN} --record-memory-history --transformer-impl local".split()
+    line = "--record-memory-history has no effect without a CUDA device"
+    assert line in validate(parse_args(words), 1, "cpu").warnings
+    assert line not in validate(parse_args(words), 1, "cuda").warnings
+
+
 def test_a_default_that_is_spelled_out_is_no_news() -> None:
     assert config("--hysteresis 2 --adam-beta1 0.9").warnings == ()
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,43 @@ def test_blend_by_weights(tmp_path: Path) -> None:
     for _ in range(2):  # built, then loaded
         assert inputs(take(train(cache), 20)) == rows
     assert list((tmp_path / "cache").glob("*-blend-dataset_index.npy"))
+
+
+def test_a_surplus_and_threads_of_the_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a blend are built longer by the surplus, by as many threads as asked."""
+    from megatron.train.data import gpt_samples
+
+    pools: list[int] = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, max_workers: int) -> None:
+            pools.append(max_workers)
+            super().__init__(max_workers)
+
+    lengths: list[int] = []
+    original = gpt_samples.GPTSamples.__init__
+
+    def recorded(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        lengths.append(len(self))
+
+    monkeypatch.setattr(gpt_samples, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(gpt_samples.GPTSamples, "__init__", recorded)
+    one = write_corpus(tmp_path / "one", unique_documents([30] * 20, first=1))
+    two = write_corpus(tmp_path / "two", unique_documents([30] * 20, first=2001))
+    for surplus in (0.005, 1.0):
+        train(
+            data_config(
+                one,
+                two,
+                weights=(1, 1),
+                train_samples=140,
+                mid_level_dataset_surplus=surplus,
+                num_dataset_builder_threads=3,
+            )
+        )
+    assert pools == [3, 3]
+    assert max(lengths[:2]) < min(lengths[2:]), lengths
 
 
 def test_corpora_without_weights_are_read_once(tmp_path: Path) -> None:
