@@ -6,8 +6,9 @@ parallelism, the main_grad contract. What it lacks on CPU is the extension with 
 a small one, written in torch, in its place, so that tests run TE's own code and not somebody's idea of it.
 
 Emulated: fp32, fp16 and bf16 GEMMs with cuBLASLt's rules on dtypes and shapes, grouped GEMMs, norms,
-activations, softmaxes, multi-tensor Adam. Not emulated, and refused by name (`NotEmulated`): quantised
-formats (FP8, MXFP8, FP4), userbuffers, fused and flash attention, TE's context parallelism, float64.
+activations, softmaxes, multi-tensor Adam; FP8 with one scale a tensor (delayed and current scaling). Not
+emulated, and refused by name (`NotEmulated`): other quantised formats (FP8 in blocks, MXFP8, FP4),
+userbuffers, fused and flash attention, TE's context parallelism, float64.
 
 What `install()` changes in the process: `sys.modules["transformer_engine_torch"]`, defaults of NVTE_
 variables, and `torch.Tensor.is_cuda`, `.cuda`, `.to` as callers inside transformer_engine see them.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.te.emulator.values import refuse_quantizer
+from tests.te.emulator.tensors import bgrad_quantize, quantize
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -62,27 +62,23 @@ GATED: dict[str, Activation] = {
 }
 
 
-def _forward(name: str, function: Activation) -> Callable[..., Tensor]:
-    def forward(input: Tensor, quantizer: Any) -> Tensor:
-        refuse_quantizer(quantizer, name)
-        return function(input.detach().float()).to(input.dtype)
+def _forward(function: Activation) -> Callable[..., Any]:
+    def forward(input: Tensor, quantizer: Any) -> Any:
+        return quantize(function(input.detach().float()).to(input.dtype), quantizer)
 
     return forward
 
 
-def _backward(name: str, function: Activation) -> Callable[..., Tensor]:
-    def backward(grad: Tensor, input: Tensor, quantizer: Any) -> Tensor:
-        refuse_quantizer(quantizer, f"d{name}")
-        return gradient_of(function, grad, input).to(grad.dtype).reshape(input.shape)
+def _backward(function: Activation) -> Callable[..., Any]:
+    def backward(grad: Tensor, input: Tensor, quantizer: Any) -> Any:
+        return quantize(gradient_of(function, grad, input).to(grad.dtype).reshape(input.shape), quantizer)
 
     return backward
 
 
-def _backward_with_bias(backward: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
-    def backward_with_bias(grad: Tensor, input: Tensor, quantizer: Any) -> list[Tensor]:
-        gradient = backward(grad, input, quantizer)
-        bias = gradient.reshape(-1, gradient.shape[-1]).float().sum(0).to(gradient.dtype)
-        return [bias, gradient]
+def _backward_with_bias(backward: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def backward_with_bias(grad: Tensor, input: Tensor, quantizer: Any) -> list[Any]:
+        return bgrad_quantize(backward(grad, input, None), quantizer)
 
     return backward_with_bias
 
@@ -91,8 +87,8 @@ def functions() -> dict[str, Callable[..., Any]]:
     """name -> kernel: `gelu`, `dgelu`, `dbias_dgelu`, `swiglu`, `dswiglu`, ..."""
     kernels: dict[str, Callable[..., Any]] = {}
     for name, function in {**UNARY, **GATED}.items():
-        kernels[name] = _forward(name, function)
-        kernels[f"d{name}"] = _backward(name, function)
+        kernels[name] = _forward(function)
+        kernels[f"d{name}"] = _backward(function)
         if name in UNARY:
             kernels[f"dbias_d{name}"] = _backward_with_bias(kernels[f"d{name}"])
     return kernels

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.te.emulator import activations, gemm, norms, softmax, tensors
+from tests.te.emulator import activations, float8, gemm, norms, softmax, tensors
 from tests.te.emulator.values import (
     CLASSES,
     CONSTANT_FUNCTIONS,
@@ -45,7 +45,7 @@ class Extension(types.ModuleType):
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:
-    groups = (*gemm.FUNCTIONS, *norms.FUNCTIONS, *softmax.FUNCTIONS, *tensors.FUNCTIONS)
+    groups = (*gemm.FUNCTIONS, *norms.FUNCTIONS, *softmax.FUNCTIONS, *tensors.FUNCTIONS, *float8.FUNCTIONS)
     kernels: dict[str, Callable[..., Any]] = {function.__name__: function for function in groups}
     kernels.update(activations.functions())
     kernels.update(dict.fromkeys(softmax.BACKWARD_NAMES, softmax.softmax_backward))

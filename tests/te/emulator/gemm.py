@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.te.emulator.activations import gelu, gradient_of
+from tests.te.emulator.float8 import check_operands, is_float8, operand
 from tests.te.emulator.values import refuse, refuse_quantizer, torch_dtype
 
 
 @dataclass(frozen=True)
 class GemmRecord:
-    """One GEMM that ran: which operands were transposed, what it wrote and whether it added (beta 1) or
-    overwrote.
+    """One GEMM that ran: which operands were transposed, what it wrote, whether it added (beta 1) or overwrote,
+    and whether its operands were in FP8.
     """
 
     transposed: tuple[bool, bool]
@@ -25,6 +26,7 @@ class GemmRecord:
     gradient: bool
     output_address: int
     output_dtype: torch.dtype
+    float8: bool = False
 
 
 @dataclass
@@ -74,19 +76,22 @@ class Epilogue:
 
 
 def multiply(
-    operands: tuple[Tensor, bool, Tensor, bool], out: Tensor | None, out_dtype: Any, epilogue: Epilogue
+    operands: tuple[Any, bool, Any, bool], out: Tensor | None, out_dtype: Any, epilogue: Epilogue
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """out = op(b) @ op(a) in fp32, with the epilogue; returns (out, bias gradient, input of GELU).
 
     operands: (a, transpose a, b, transpose b), TE's order. out: contiguous, of the operands' dtype or fp32,
-    or None.
+    or None. Of operands in FP8 the output may have any dtype, but must be told it.
     """
     a, transpose_a, b, transpose_b = operands
+    check_operands(a, b)
+    float8 = is_float8(a)
+    a, b = operand(a, by_rows=transpose_a), operand(b, by_rows=not transpose_b)
     leading = b.shape[:-1]
     a, b = a.detach().reshape(-1, a.shape[-1]), b.detach().reshape(-1, b.shape[-1])
     left, right = _operands(a, transpose_a, b, transpose_b)
     dtype = torch_dtype(out_dtype) or a.dtype
-    if dtype not in (a.dtype, torch.float32):
+    if not float8 and dtype not in (a.dtype, torch.float32):
         raise RuntimeError(f"no cuBLASLt GEMM {a.dtype} x {b.dtype} -> {dtype}")
     product = left.float() @ right.float()
     shape = tuple(product.shape) if transpose_b else (*leading, product.shape[-1])
@@ -109,7 +114,13 @@ def multiply(
     out = _store(product.reshape(shape), out, dtype, epilogue)
     LOG.records.append(
         GemmRecord(
-            (transpose_a, transpose_b), shape, epilogue.accumulate, epilogue.gradient, out.data_ptr(), dtype
+            (transpose_a, transpose_b),
+            shape,
+            epilogue.accumulate,
+            epilogue.gradient,
+            out.data_ptr(),
+            dtype,
+            float8,
         )
     )
     return out, bias_gradient, gelu_input
@@ -191,7 +202,7 @@ def te_general_grouped_gemm(
             out = D[0].detach()[start : start + b.shape[0]]
             start += b.shape[0]
         has_bias = bias[index].numel() != 0
-        if a.numel() == 0 or b.numel() == 0:
+        if 0 in a.size() or 0 in b.size():
             _idle_expert(out, bias[index] if has_bias and grad else None, accumulate, grad)
             continue
         epilogue = Epilogue(bias[index] if has_bias else None, grad, accumulate=accumulate)

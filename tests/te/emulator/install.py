@@ -17,8 +17,10 @@ import torch
 from tests.te.emulator import extension, triton_stub
 from tests.te.emulator.proxy import TorchModule, patch_tensor_methods, rebind
 
-AMPERE = (8, 0)
-"""Compute capability of the pretended device: no FP8, so that TE itself refuses it too."""
+HOPPER = (9, 0)
+"""Compute capability of the pretended device. With the CUDA version of proxy.py, TE itself refuses MXFP8,
+FP4 and FP8 in blocks, which are not emulated.
+"""
 
 DEFAULTS = {
     "NVTE_TORCH_COMPILE": "0",  # no torch.compile of small helpers
@@ -29,7 +31,7 @@ LOADING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FRAMEWORK": "none"}
 """With these, transformer_engine/common skips its sanity checks and loads no shared object."""
 
 
-def install(capability: tuple[int, int] = AMPERE) -> types.ModuleType:
+def install(capability: tuple[int, int] = HOPPER) -> types.ModuleType:
     """Return transformer_engine.pytorch, made importable by the emulator; further calls return the same
     module.
 

@@ -6,13 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.te.emulator.values import refuse_quantizer, torch_dtype
+from tests.te.emulator.float8 import quantized
+from tests.te.emulator.values import torch_dtype
 
 
-def _store(value: Tensor, out: Tensor | None, dtype: Any) -> Tensor:
+def _store(value: Tensor, out: Any, dtype: Any, quantizer: Any) -> Any:
+    converted = torch_dtype(dtype)
+    assert converted is not None
+    if quantizer is not None:
+        return quantized(value.to(converted), quantizer, out)
     if out is None:
-        converted = torch_dtype(dtype)
-        assert converted is not None
         return value.to(converted)
     out.copy_(value)
     return out
@@ -34,14 +37,13 @@ def layernorm_fwd(
     zero_centered_gamma: bool,
 ) -> list[Tensor]:
     """[output, mean, 1 / standard deviation]."""
-    refuse_quantizer(quantizer, "layernorm_fwd")
     x = input.detach().float()
     mean = x.mean(-1)
     rsigma = (x - mean[..., None]).square().mean(-1).add(eps).rsqrt()
     y = (x - mean[..., None]) * rsigma[..., None] * _scale(weight, zero_centered_gamma)
     if bias is not None:
         y = y + bias.detach().float()
-    return [_store(y, ln_out, otype), mean.reshape(-1), rsigma.reshape(-1)]
+    return [_store(y, ln_out, otype, quantizer), mean.reshape(-1), rsigma.reshape(-1)]
 
 
 def layernorm_bwd(
@@ -74,11 +76,10 @@ def rmsnorm_fwd(
     zero_centered_gamma: bool,
 ) -> list[Tensor | None]:
     """[output, None, 1 / root mean square]."""
-    refuse_quantizer(quantizer, "rmsnorm_fwd")
     x = input.detach().float()
     rsigma = x.square().mean(-1).add(eps).rsqrt()
     y = x * rsigma[..., None] * _scale(weight, zero_centered_gamma)
-    return [_store(y, ln_out, otype), None, rsigma.reshape(-1)]
+    return [_store(y, ln_out, otype, quantizer), None, rsigma.reshape(-1)]
 
 
 def rmsnorm_bwd(

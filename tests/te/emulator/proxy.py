@@ -35,6 +35,9 @@ FACTORIES = (
     "empty_strided",
 )
 
+CUDA_VERSION = "12.8"
+"""What torch.version.cuda pretends to be; TE wants 12.9 for FP8 in blocks."""
+
 
 def on_cpu(device: Any) -> Any:
     """`device`, or the CPU where it is a CUDA device (an index, a string, a torch.device)."""
@@ -89,11 +92,12 @@ class CudaModule(types.ModuleType):
 
 
 class TorchModule(types.ModuleType):
-    """torch, but for `cuda` and the factory functions."""
+    """torch, but for `cuda`, its version and the factory functions."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__("torch")
         self.cuda = CudaModule(capability)
+        self.version = types.SimpleNamespace(**{**vars(torch.version), "cuda": CUDA_VERSION})
         for name in FACTORIES:
             setattr(self, name, _factory(getattr(torch, name)))
 

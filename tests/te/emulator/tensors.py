@@ -7,31 +7,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.te.emulator.values import refuse_quantizer
+from tests.te.emulator.float8 import is_float8, quantized
 
 
-def quantize(
-    tensor: Tensor, quantizer: Any, output: Tensor | None = None, noop: Tensor | None = None
-) -> Tensor:
-    """Identity: without a quantiser there is nothing to do."""
-    refuse_quantizer(quantizer, "quantize")
-    return tensor
+def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
+    """`tensor` in the quantizer's format; itself without one."""
+    if quantizer is None or is_float8(tensor):
+        return tensor
+    return quantized(tensor, quantizer, output, noop)
 
 
-def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Tensor]:
-    """[bias gradient, input]."""
-    refuse_quantizer(quantizer, "bgrad_quantize")
+def bgrad_quantize(input: Tensor, quantizer: Any) -> list[Any]:
+    """[bias gradient, input, quantised]."""
     x = input.contiguous()
-    return [x.reshape(-1, x.shape[-1]).float().sum(0).to(x.dtype), x]
+    return [x.reshape(-1, x.shape[-1]).float().sum(0).to(x.dtype), quantize(x, quantizer)]
 
 
 def split_quantize(
-    tensor: Tensor, split_sections: list[int], quantizers: list[Any], *rest: Any
-) -> list[Tensor]:
-    """The pieces of `tensor` along its first dim."""
-    for quantizer in quantizers:
-        refuse_quantizer(quantizer, "split_quantize")
-    return list(torch.split(tensor, list(split_sections)))
+    tensor: Tensor, split_sections: list[int], quantizers: list[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """The pieces of `tensor` along its first dim, each quantised by its own quantizer."""
+    pieces = torch.split(tensor, list(split_sections))
+    return [quantize(piece, quantizer) for piece, quantizer in zip(pieces, quantizers, strict=True)]
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:

@@ -83,8 +83,13 @@ def open_enum(name: str) -> OpenEnum:
     return OpenEnum(name, (), {"_members": {}})
 
 
+FORWARD_TENSORS = tuple(f"GEMM{n}_{kind}" for n in (1, 2, 3) for kind in ("INPUT", "WEIGHT", "OUTPUT"))
+BACKWARD_TENSORS = tuple(f"GRAD_{kind}{n}" for n in (1, 2, 3) for kind in ("OUTPUT", "INPUT"))
+"""The places of a module's quantizers, in the extension's order."""
+
+
 class FP8TensorMeta:
-    """Holder that TE fills with scales; without quantised formats nobody reads them."""
+    """Holder that TE fills with scales."""
 
     def __init__(self) -> None:
         self.scale = self.scale_inv = self.amax_history = None
@@ -128,8 +133,6 @@ def fused_attention_backend(te_version: tuple[int, ...]) -> type[enum.IntEnum]:
 
 
 OPEN_ENUMS = (
-    "FP8FwdTensors",
-    "FP8BwdTensors",
     "CommOverlapType",
     "CommOverlapAlgo",
     "NVTE_QKV_Layout",
@@ -144,6 +147,8 @@ OPEN_ENUMS = (
 )
 
 CLASSES = {
+    "FP8FwdTensors": enum.IntEnum("FP8FwdTensors", FORWARD_TENSORS, start=0),
+    "FP8BwdTensors": enum.IntEnum("FP8BwdTensors", BACKWARD_TENSORS, start=0),
     "DType": DType,
     "FP8TensorMeta": FP8TensorMeta,
     "CommOverlap": CommOverlap,

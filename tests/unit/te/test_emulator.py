@@ -34,7 +34,7 @@ def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, **changes: 
 
 
 def refused(call: object, *words: str) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError, ValueError)) as raised:
+    with pytest.raises((AssertionError, NotImplementedError, RuntimeError, ValueError)) as raised:
         call()  # type: ignore[operator]
     for word in words:
         assert word in str(raised.value), f"{word!r} not in {raised.value}"
@@ -65,13 +65,14 @@ def test_unknown_kernels_are_importable_and_refused_by_name_when_called() -> Non
 @in_te_process
 def test_quantised_formats_are_refused_by_name() -> None:
     te = load()
-    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.common.recipe import Float8BlockScaling, MXFP8BlockScaling
 
-    def run_fp8() -> None:
-        with te.autocast(enabled=True, recipe=DelayedScaling()):
-            te.Linear(16, 16, device="cpu")(torch.randn(16, 16))
+    def run(recipe: object) -> None:
+        with te.autocast(enabled=True, recipe=recipe):
+            te.Linear(32, 32, device="cpu")(torch.randn(32, 32))
 
-    refused(run_fp8, "8.9")  # TE's own: the pretended device has capability 8.0
+    refused(lambda: run(Float8BlockScaling()), "12.9")  # TE's own words about the pretended device
+    refused(lambda: run(MXFP8BlockScaling()), "10.0")
 
     class SomeQuantizer:
         pass
@@ -79,9 +80,10 @@ def test_quantised_formats_are_refused_by_name() -> None:
     a, b = torch.randn(4, 8), torch.randn(2, 8)
     refused(lambda: gemm(a, b, None, quantizer=SomeQuantizer()), "generic_gemm", "SomeQuantizer")
     refused(
-        lambda: extension().rmsnorm_fwd(a, b[0], 1e-5, None, SomeQuantizer(), None, 0, False), "rmsnorm_fwd"
+        lambda: extension().rmsnorm_fwd(a, b[0], 1e-5, None, SomeQuantizer(), a.dtype, 0, False),
+        "SomeQuantizer",
     )
-    refused(lambda: extension().swiglu(a, SomeQuantizer()), "swiglu")
+    refused(lambda: extension().swiglu(a, SomeQuantizer()), "SomeQuantizer")
     refused(lambda: gemm(a, b, None, dtype=extension().DType.kFloat8E4M3), "kFloat8E4M3")
 
 
