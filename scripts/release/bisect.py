@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import tempfile
@@ -32,10 +33,10 @@ def bisect(options: argparse.Namespace, git: Git) -> int:
             inside = Git(tree)
             for name, commit in (("good", good), ("bad", bad)):
                 inside.run("checkout", "--quiet", "--detach", commit)
-                if _judged(inside, script) != (name == "good"):
+                if _judged(inside, script, _environment(git)) != (0 if name == "good" else 1):
                     raise ReleaseError(f"{options.case} is not {name} at {git.subject(commit)} (--{name})")
             inside.run("bisect", "start", bad, good)
-            said = inside.run("bisect", "run", "bash", str(script))
+            said = inside.run("bisect", "run", "env", *_words(_environment(git)), "bash", str(script))
         finally:
             git.run("worktree", "remove", "--force", str(tree))
     first = next(
@@ -49,15 +50,25 @@ def bisect(options: argparse.Namespace, git: Git) -> int:
     return 0
 
 
-def _judged(tree: Git, script: Path) -> bool:
-    """Whether the case passes at what is checked out."""
-    return (
-        subprocess.run(["bash", str(script)], cwd=tree.root, capture_output=True, check=False).returncode == 0
+def _words(environment: dict[str, str]) -> list[str]:
+    return [f"{name}={environment[name]}" for name in ("MEGATRON_ND_VENV",)]
+
+
+def _environment(git: Git) -> dict[str, str]:
+    """The user's Python environment serves all commits: each would make one of its own otherwise."""
+    return {"MEGATRON_ND_VENV": str(git.root / ".venv"), **os.environ}
+
+
+def _judged(tree: Git, script: Path, environment: dict[str, str]) -> int:
+    """What the script says of what is checked out."""
+    done = subprocess.run(
+        ["bash", str(script)], cwd=tree.root, capture_output=True, check=False, env=environment
     )
+    return done.returncode
 
 
 def _judge(case: str, command: str, values: str | None) -> str:
-    """A script: 0 good, 1 bad, 125 where the case does not exist at this commit."""
+    """A script: 0 good, 1 bad, 125 where the case does not exist at this commit, or its command says so."""
     folder = f"{CASES}/{case}"
     lines = ["set -u", f"[ -f {shlex.quote(config_of(case))} ] || exit {SKIP}"]
     if values:
@@ -65,4 +76,4 @@ def _judge(case: str, command: str, values: str | None) -> str:
     lines += [command.replace("{case}", shlex.quote(case)), "status=$?"]
     if values:
         lines.append("git reset --hard --quiet")
-    return "\n".join([*lines, "[ $status -eq 0 ] && exit 0", "exit 1", ""])
+    return "\n".join([*lines, f"case $status in 0 | {SKIP}) exit $status ;; esac", "exit 1", ""])

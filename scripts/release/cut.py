@@ -37,17 +37,42 @@ def cut(options: argparse.Namespace, git: Git) -> int:
     if options.dry_run:
         print(f"would release {version} on {branch}, tag {tag}, with:\n" + "\n".join(entries))
         return 0
-    git.run("switch", "--quiet", *(["--create", branch, options.main] if patch is None else [branch]))
-    released = f"## {version} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
-    _commit(f"Release {version}", version, [released], git)
-    git.run("tag", "--annotate", tag, "--message", f"Release {version}")
-    if patch is None:
-        git.run("switch", "--quiet", options.main)
-        following = f"{major}.{int(minor) + 1}.0.dev0"
-        _commit(f"Begin {following}", following, [UNRELEASED, released], git)
+    following = f"{major}.{int(minor) + 1}.0.dev0" if patch is None else ""
+    before = {name: git.find("rev-parse", f"refs/heads/{name}") for name in (branch, options.main)}
+    try:
+        _release(version, following, options.main, entries, git)
+    except BaseException:
+        _undo(before, tag, came_from, git)
+        raise
     git.go_to(came_from)
     print(f"released {version}: branch {branch}, tag {tag}; nothing was pushed")
     return 0
+
+
+def _release(version: str, following: str, main: str, entries: list[str], git: Git) -> None:
+    """Commit and tag the release; with a `following` version the branch is new and main goes on to that."""
+    branch, tag = f"core_r{version.rpartition('.')[0]}", f"core_v{version}"
+    git.run("switch", "--quiet", *(["--create", branch, main] if following else [branch]))
+    released = f"## {version} ({datetime.date.today().isoformat()})\n\n" + "\n".join(entries)
+    _commit(f"Release {version}", version, [released], git)
+    git.run("tag", "--annotate", tag, "--message", f"Release {version}")
+    if following:
+        git.run("switch", "--quiet", main)
+        _commit(f"Begin {following}", following, [UNRELEASED, released], git)
+
+
+def _undo(before: dict[str, str], tag: str, came_from: str, git: Git) -> None:
+    """Put branches, tag and files back: a release is whole or not there."""
+    git.run("reset", "--quiet", "--hard")
+    git.run("switch", "--quiet", "--detach")
+    for name, commit in before.items():
+        if commit:
+            git.run("branch", "--quiet", "--force", name, commit)
+        elif git.has_branch(name):
+            git.run("branch", "--quiet", "-D", name)
+    if git.succeeds("rev-parse", "--verify", "--quiet", f"refs/tags/{tag}"):
+        git.run("tag", "--delete", tag)
+    git.go_to(came_from)
 
 
 def _entries(base: str, git: Git) -> list[str]:

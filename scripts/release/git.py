@@ -116,6 +116,30 @@ class Git:
         pattern = PICKED.format(commit)
         return self.run("log", "--format=%H", "--fixed-strings", f"--grep={pattern}", branch).split()
 
+    def patch_id(self, commit: str) -> str:
+        """What the commit changes, whatever it stands on and is called; "" for a merge or nothing."""
+        patch = self.run("diff-tree", "--patch", "--root", commit)
+        done = subprocess.run(
+            ["git", "-C", str(self.root), "patch-id", "--stable"],
+            input=patch + "\n", capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.stdout.split(" ")[0]
+
+    def relanded_by(self, commit: str, branch: str) -> list[str]:
+        """Commits reverted on `branch` that `commit` lands again: named by a trailer `Relands:`, or the same patch."""
+        found = self.run("log", "--format=%(trailers:key=Reverted-commit,valueonly)", branch).split()
+        named = self.run("log", "-1", "--format=%(trailers:key=Relands,valueonly)", commit).split()
+        patch = self.patch_id(commit)
+        return [
+            each
+            for each in dict.fromkeys(found)
+            if each != commit
+            and (
+                any(len(name) >= 7 and each.startswith(name) for name in named)
+                or (patch and self.find("cat-file", "-t", each) and self.patch_id(each) == patch)
+            )
+        ]
+
     def reverts_of(self, commit: str, branch: str) -> list[tuple[str, str]]:
         """(revert on `branch`, the case that caused it or "") for reverts of `commit`, newest first."""
         found = self.run("log", "--format=%H", "--fixed-strings", f"--grep=Reverted-commit: {commit}", branch)

@@ -43,9 +43,14 @@ def in_order(commits: list[str], main: str, git: Git) -> list[str]:
 
 
 def _cases_to_rerun(commit: str, onto: str, git: Git) -> list[str]:
-    """Cases that caused reverts of `commit` on `onto`; ReleaseError if the branch holds the commit already."""
+    """Cases that caused reverts on `onto` of `commit`, or of one that it lands again under another name.
+
+    ReleaseError if the branch holds the commit already.
+    """
     holds = len(git.picks_of(commit, onto)) + git.holds(onto, commit)
     reverts = git.reverts_of(commit, onto)
     if holds > len(reverts):
         raise ReleaseError(f"{git.subject(commit)}: {onto} has it already")
+    for earlier in git.relanded_by(commit, onto):
+        reverts += git.reverts_of(earlier, onto)
     return [case for _, case in reverts if case]

@@ -7,6 +7,8 @@
 #   CASE         folder below tests/functional/test_cases, e.g. gpt/dropout-ckpt-resume
 #   --output     logs, metrics and checkpoints (default: runs/functional/CASE, made anew)
 #   --run-only   do not compare
+#
+# Status 125 where no Python environment can be made at this commit: git bisect skips it.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$root/scripts/env.sh"
@@ -25,7 +27,7 @@ while [ "$#" -gt 0 ]; do
         *) echo "unknown argument $1; see --help" >&2 && exit 2 ;;
     esac
 done
-ensure_environment test
+ensure_environment test || exit 125
 cd "$root"
 output="${output:-runs/functional/$case_name}"
 rm -rf "$output"

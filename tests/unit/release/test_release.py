@@ -40,6 +40,7 @@ class Repository:
                 "CHANGELOG.md": "# Changelog\n\n## Unreleased\n\n- A model of 1.\n",
                 "model.txt": "1\n",
                 "notes.txt": "one\n",
+                ".gitattributes": (ROOT / ".gitattributes").read_text(),
                 "judge.sh": JUDGE,
                 f"{CASE}/model_config.yaml": "DEFAULT: true\n",
                 f"{CASE}/golden.txt": "1\n",
@@ -259,6 +260,54 @@ def test_a_reverted_change_runs_its_case_first_when_it_lands_again(repository: R
     assert repository.script("cherry_pick.sh", "--abort")[0] == 0
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_change_that_lands_again_as_another_commit_runs_the_case_too(
+    repository: Repository, named: bool
+) -> None:
+    """By a trailer where it was mended meanwhile, by its patch where it is the same."""
+    fault = repository.commit("Speed up", {"model.txt": "2\n"})
+    command = ("--onto", "core_r0.1", "--merge", *NO_UNIT_TESTS, "--case-command", "sh judge.sh {case}")
+    unchecked = ("--onto", "core_r0.1", "--merge", *NO_UNIT_TESTS, "--case-command", "")
+    assert repository.script("cherry_pick.sh", fault, *unchecked)[0] == 0
+    reason = ("--reason", "It is wrong.", "--case", "gpt/zero1")
+    assert repository.script("revert_release.sh", fault, *reason, *command)[0] == 0
+    repository.commit("Go back", {"model.txt": "1\n"})
+    subject = f"Speed up, mended\n\nRelands: {fault[:12]}" if named else "Speed up once more"
+    again = repository.commit(subject, {"model.txt": "3\n" if named else "2\n"})
+    status, said = repository.script("cherry_pick.sh", again, *command)
+    assert status == 4 and "runs first: gpt/zero1" in said and "FAILED: case gpt/zero1" in said, said
+
+
+def test_picks_bring_their_lines_of_the_changelog_without_conflict(repository: Repository) -> None:
+    """Every change adds a line at the same place; the release has other lines there."""
+    text = repository.show("main", "CHANGELOG.md") + "\n"
+    entry = "## Unreleased\n\n- One more thing.\n"
+    one = repository.commit("One more thing", {"CHANGELOG.md": text.replace("## Unreleased\n", entry)})
+    later = entry + "- And another.\n"
+    two = repository.commit("Add another", {"CHANGELOG.md": text.replace("## Unreleased\n", later)})
+    for commit in (two, one):  # not in main's order
+        status, said = repository.pick(commit, "--onto", "core_r0.1", "--merge")
+        assert status == 0, said
+    released = repository.show("core_r0.1", "CHANGELOG.md")
+    assert "- One more thing." in released and "- And another." in released and "<<<<" not in released
+
+
+@pytest.mark.parametrize("version", ["0.2", "0.1.1"])
+def test_a_cut_that_fails_leaves_nothing(repository: Repository, version: str) -> None:
+    """A hook refuses the commit that follows the release, or the release itself."""
+    references, head = repository.git("for-each-ref"), repository.git("branch", "--show-current")
+    hook = repository.folder / ".git" / "hooks" / "commit-msg"
+    hook.write_text(f'#!/bin/sh\n! grep -q "{"Begin 0.3" if version == "0.2" else "Release"}" "$1"\n')
+    hook.chmod(0o755)
+    status, said = repository.script("cut_release.sh", version)
+    assert status == 2 and "git commit" in said, said
+    assert repository.git("for-each-ref") == references
+    assert repository.git("branch", "--show-current") == head
+    assert not repository.git("status", "--porcelain")
+    hook.unlink()
+    assert repository.script("cut_release.sh", version)[0] == 0
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -309,6 +358,21 @@ def test_bisection_names_the_commit_that_moved_a_case(repository: Repository) ->
         "bisect_golden.sh", "gpt/zero1", "--good", commits[0], "--bad", commits[1], *command
     )
     assert status == 2 and "is not bad at" in said, said
+
+
+def test_bisection_skips_what_cannot_be_judged(repository: Repository) -> None:
+    """A commit whose command says 125 is neither good nor bad."""
+    good = repository.commit("Note", {"notes.txt": "0\n"})
+    repository.commit("Break the build", {"broken.txt": "\n"})
+    repository.git("rm", "--quiet", "broken.txt")
+    repository.git("commit", "--quiet", "--message", "Mend the build")
+    fault = repository.commit("Break the model", {"model.txt": "3\n"})
+    repository.commit("Note again", {"notes.txt": "1\n"})
+    command = "sh -c '[ ! -f broken.txt ] || exit 125; sh judge.sh {case}'"
+    status, said = repository.script(
+        "bisect_golden.sh", "gpt/zero1", "--good", good, "--case-command", command
+    )
+    assert status == 0 and f"fails since {fault[:7]}" in said, said
 
 
 def test_bisection_by_the_values_of_one_commit(repository: Repository) -> None:
