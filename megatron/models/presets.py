@@ -127,9 +127,14 @@ def preset_flags(name: str) -> list[str]:
     return words
 
 
-def with_preset(given: Sequence[str], default: str) -> list[str]:
-    """The flags of the preset that --preset NAME or --preset=NAME names (else `default`), then the other words.
+DESCRIBES = ("--num-layers", "--encoder-num-layers", "--yaml-cfg", "--use-checkpoint-args")
+"""Flags that say which model it is, or where that is said: a preset beside them would fill in another one's sizes."""
 
+
+def with_preset(given: Sequence[str], default: str) -> list[str]:
+    """The flags of the preset that --preset NAME or --preset=NAME names, then the other words.
+
+    Without --preset those of `default`, unless the words describe a model themselves (DESCRIBES).
     Raises ValueError for a preset that is unknown, without a name, or given twice.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -138,6 +143,8 @@ def with_preset(given: Sequence[str], default: str) -> list[str]:
         known, rest = parser.parse_known_args(list(given))
     except argparse.ArgumentError:
         raise ValueError(f"--preset needs a name, such as {default}") from None
+    if not known.preset and any(word.partition("=")[0] in DESCRIBES for word in rest):
+        return rest
     names = known.preset or [default]
     if len(names) > 1:
         raise ValueError(f"--preset {' and --preset '.join(names)}: give one preset")

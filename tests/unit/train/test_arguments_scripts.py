@@ -158,6 +158,16 @@ def test_the_preset_of_a_model_with_experts() -> None:
     assert words(["--lr", "1"]) == [*tiny, "--lr", "1"]
     for given in (["--preset", "mixtral-8x7b"], ["--preset=mixtral-8x7b"]):
         assert words([*given, "--lr", "1"]) == [*preset_flags("mixtral-8x7b"), "--lr", "1"]
+    for own in (
+        ["--num-layers", "61"],
+        ["--num-layers=61"],
+        ["--use-checkpoint-args"],
+        ["--yaml-cfg", "a.yaml"],
+    ):
+        assert words([*own, "--lr", "1"]) == [*own, "--lr", "1"], (
+            "another model's sizes beside the user's own"
+        )
+        assert words([*own, "--preset", "deepseek-v3-tiny"]) == [*tiny, *own]
     for wrong, message in (
         (["--preset", "a", "--preset=b"], "--preset a and --preset b: give one preset"),
         (["--preset"], "--preset needs a name"),
