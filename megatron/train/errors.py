@@ -13,6 +13,10 @@ launcher that sees rank 0 end stops them, and a rank that failed alone still spe
 Note "All end": the first rank that fails, once it has printed, says so in the store, where the watchdogs of the others
 see it (watchdog.py): also where their communicators would not notice for a long time.
 
+Note "Roll call": a rank that was killed says nothing. Who loses a peer, and finds no word of a failure, calls in the
+store; the watchdog of every live rank answers within its interval, however busy its main thread is; who does not answer
+is named, and that is said in the store like a failure.
+
 Note "The host leaves last": rank 0's process may hold the store. If it ended while others still speak to the store,
 torch would print a stack trace for each of their calls; so it waits for their last words, for a moment.
 """
@@ -39,10 +43,13 @@ PEER_EXIT_CODE = 3
 STALL_EXIT_CODE = 4
 
 FAILED_KEY = "megatron.train.errors/failed"
+ROLL_CALL_KEY = "megatron.train.errors/roll_call"
 
+_GONE = "gone "
 _LEFT_KEY = "megatron.train.errors/left"
 _ALONE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 2.0
+_ROLL_CALL_SECONDS = 4.5  # above twice the longest interval of a watchdog
 
 _OURS = Path(__file__).resolve().parent.parent
 _PEER_LOST = (
@@ -106,7 +113,7 @@ def _report(error: BaseException, rank: int) -> tuple[int, str]:
         return USER_EXIT_CODE, f"error: {' '.join(str(error).split())}"
     if is_lost_peer(error):
         where = f" ({' '.join(str(error).split())})" if isinstance(error, PipelineError) else ""
-        return PEER_EXIT_CODE, peer_message(where=where)
+        return PEER_EXIT_CODE, lost_message(_why_lost(rank), where)
     lines = "".join(traceback.format_exception(error))
     return BUG_EXIT_CODE, f"[rank {rank}] {lines}".rstrip()
 
@@ -114,6 +121,41 @@ def _report(error: BaseException, rank: int) -> tuple[int, str]:
 def peer_message(reason: str = "a rank has gone", where: str = "") -> str:
     """What a rank says that ends because of another."""
     return f"error: {reason}; its own message says why{where}"
+
+
+def lost_message(failed: str, where: str = "") -> str:
+    """What a rank says that lost a peer. failed: what FAILED_KEY holds, or ""."""
+    if failed.startswith(_GONE):
+        ranks = failed.removeprefix(_GONE)
+        who = f"ranks {ranks} have" if "," in ranks else f"rank {ranks} has"
+        return f"error: {who} gone without a message: killed (out of memory?), or the host is down{where}"
+    return peer_message(f"rank {failed} failed" if failed else "a rank has gone", where)
+
+
+def answer_roll_call(store: dist.Store, rank: int) -> None:
+    """Tell, where somebody asks, that this rank is there (note "Roll call"); for the watchdog's thread."""
+    if store.check([ROLL_CALL_KEY]):
+        store.set(f"{ROLL_CALL_KEY}/{rank}", "")
+
+
+def _why_lost(rank: int) -> str:
+    """What FAILED_KEY says, after a roll call if it says nothing yet; "" where the store does not answer."""
+    if not dist.is_initialized():
+        return ""
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(ROLL_CALL_KEY, "")
+        answer_roll_call(store, rank)  # this rank's watchdog may have ended already
+        absent = set(range(dist.get_world_size())) - {rank}
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        while absent and time.monotonic() < deadline and not store.check([FAILED_KEY]):
+            absent = {each for each in absent if not store.check([f"{ROLL_CALL_KEY}/{each}"])}
+            time.sleep(0.05)
+        if absent and not store.check([FAILED_KEY]):
+            gone = _GONE + ", ".join(map(str, sorted(absent)))
+            return store.compare_set(FAILED_KEY, "", gone).decode()
+        return store.get(FAILED_KEY).decode() if store.check([FAILED_KEY]) else ""
+    return ""
 
 
 def announce(text: str, rank: int) -> None:

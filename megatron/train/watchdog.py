@@ -37,7 +37,8 @@ from megatron.train.errors import (
     PEER_EXIT_CODE,
     STALL_EXIT_CODE,
     announce,
-    peer_message,
+    answer_roll_call,
+    lost_message,
     wait_for_ranks,
 )
 from megatron.train.stall import described, diagnose
@@ -149,6 +150,7 @@ class Watchdog:
             if stalled:
                 self._handle_stall()
             return
+        answer_roll_call(self._store, self.rank)
         if self._store.check([FAILED_KEY]):
             self._leave()
         key = self._key("stalled")
@@ -172,7 +174,7 @@ class Watchdog:
             return
         failed = self._store.get(FAILED_KEY).decode()
         if failed != str(self.rank):
-            announce(peer_message(f"rank {failed} failed"), self.rank)
+            announce(lost_message(failed), self.rank)
             self._end(PEER_EXIT_CODE)
 
     def _handle_stall(self) -> None:

@@ -145,7 +145,7 @@ def test_mismatched_shapes_end_the_run() -> None:
     words = ended.all_err
     assert "Received data size doesn't match expected size" in words, words
     assert "Fatal Python error: Aborted" in words and " in _reduce" in words, words
-    assert "a rank has gone" in words
+    assert "a rank has gone" in words  # which one, the store would tell: rank 0, who aborted, held it
 
 
 def raise_in_forward(rank: int) -> None:
@@ -190,7 +190,27 @@ def test_a_killed_rank_ends_all() -> None:
         started.signal(1, signal.SIGKILL)
         ended = started.end(LIMIT)
     assert ended.codes == [3, -signal.SIGKILL], ended.all_err
-    assert "error: a rank has gone" in ended.err[0]
+    (line,) = ended.err[0].splitlines()
+    assert line.startswith("error: rank 1 has gone without a message: killed"), line
+
+
+def test_a_killed_rank_ends_one_that_waits_for_nobody() -> None:
+    """Of three ranks one is killed and one sleeps: the third names the killed one, and the sleeper ends too."""
+    words = ["--global-batch-size", "6"]
+    with start(3, [*TINY, *QUIET, *words], plant=f"{__name__}:sleep_on_rank_2") as started:
+        started.wait_for("iteration        2/")
+        started.signal(1, signal.SIGKILL)
+        ended = started.end(LIMIT)
+    assert ended.codes == [3, -signal.SIGKILL, 3], ended.all_err
+    (line,) = ended.all_err.splitlines()
+    assert line.startswith("error: rank 1 has gone without a message: killed"), line
+
+
+def sleep_on_rank_2(rank: int) -> None:
+    from megatron.train import loop
+
+    if rank == 2:
+        before(loop, "local_batch", at_call(4, lambda: time.sleep(1000)))
 
 
 def block_gloo(rank: int) -> None:
