@@ -49,11 +49,18 @@ def test_flags_are_refused_by_name_where_fp8_cannot_be(monkeypatch: pytest.Monke
         ),
         ("--num-experts 4 --moe-ffn-hidden-size 24", "--moe-ffn-hidden-size 24"),
         ("--fp8-recipe custom", "--fp8-recipe custom is not built"),
-        ("--fp8-param-gather", "--fp8-param-gather is not supported"),
     ],
 )
 def test_sizes_and_parts_that_fp8_cannot_have(words: str, expected: str) -> None:
     assert expected in refused(f"--fp8-format hybrid {words}", "cuda")
+
+
+def test_weights_travel_in_the_compute_dtype() -> None:
+    """--fp8-param-gather of a launch script changes no number here; it is said once, and needs FP8 as in Megatron."""
+    config = validate(parse_args(f"{RUN} --fp8-format hybrid --fp8-param-gather".split()), 1, "cuda")
+    (note,) = [line for line in config.notes if "--fp8-param-gather" in line]
+    assert "has no effect" in note and "gathered in the compute dtype" in note
+    assert "--fp8-param-gather: it needs --fp8-format" in refused("--fp8-param-gather", "cuda")
 
 
 def test_flags_become_settings() -> None:

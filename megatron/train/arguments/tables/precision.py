@@ -6,7 +6,10 @@ from megatron.train.arguments.flag import Flag, Switch, no_op, refused, works
 
 FP8 = "train/arguments/fp8.py"
 FP8_TEST = "te/test_fp8.py"
-NO_FP8_WEIGHTS = "weights are gathered in the compute dtype and quantised by Transformer Engine"
+NO_FP8_WEIGHTS = (
+    "weights are gathered in the compute dtype and quantised by Transformer Engine in each forward: more bytes travel, "
+    "nothing is lost"
+)
 NO_FP4 = "FP4 training is experimental; use --bf16"
 
 TITLE = "Precision"
@@ -105,7 +108,7 @@ FLAGS: tuple[Flag, ...] = (
         ),
         refused_values=(("custom", "choose tensorwise, delayed, blockwise or mxfp8"),),
     ),
-    refused("--fp8-param-gather", Switch.ON, False, NO_FP8_WEIGHTS),
+    no_op("--fp8-param-gather", Switch.ON, False, NO_FP8_WEIGHTS),
     works(
         "--fp8-margin",
         int,
@@ -157,7 +160,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     works("--num-layers-at-start-in-bf16", int, 1, "How many first layers.", FP8, test=FP8_TEST),
     works("--num-layers-at-end-in-bf16", int, 1, "How many last layers.", FP8, test=FP8_TEST),
-    refused("--reuse-grad-buf-for-mxfp8-param-ag", Switch.ON, False, NO_FP8_WEIGHTS),
+    no_op("--reuse-grad-buf-for-mxfp8-param-ag", Switch.ON, False, NO_FP8_WEIGHTS),
     refused("--te-precision-config-file", str, None, "recipes are chosen by --fp8-recipe"),
     refused("--fp4-format", str, None, NO_FP4, choices=("e2m1",), dest="fp4"),
     refused("--fp4-param-gather", Switch.ON, False, NO_FP4),
