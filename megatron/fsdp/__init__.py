@@ -6,7 +6,7 @@ from megatron.fsdp.meta import reset_parameters_by_unit
 from megatron.fsdp.module import FSDPModule, UnshardHandle
 from megatron.fsdp.optimizer import bind_optimizer
 from megatron.fsdp.precision import MixedPrecisionPolicy
-from megatron.fsdp.sharded_parameter import Chunk, Location
+from megatron.fsdp.shard_info import Chunk, Location
 from megatron.fsdp.strategy import OuterStrategy, ShardingStrategy
 from megatron.fsdp.wrapper import FSDPConfig, FullyShardedDataParallel, data_parallel_placement
 

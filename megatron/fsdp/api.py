@@ -22,8 +22,6 @@ from megatron.fsdp.root import (
     make_unit,
     move_buffers,
     own_modules,
-    reattach_state,
-    shard_state,
     unit_of,
 )
 from megatron.fsdp.schedule import Engine
@@ -82,8 +80,6 @@ def fully_shard(
         move_buffers(each, builder.options.device, meta_allowed=True)
         each.__dict__[HOOKS_ATTRIBUTE] = hooks
         each.__class__ = fsdp_class(type(each))  # type: ignore[arg-type]
-        each.register_state_dict_post_hook(_reattach_state)
-        each.register_load_state_dict_pre_hook(_shard_state)
     return module
 
 
@@ -99,20 +95,6 @@ def _reshard_setting(setting: bool | int | None, num_shards: int) -> tuple[bool 
     if setting == 1:
         return False, None  # every rank keeps the whole
     return True, None if setting == num_shards else setting
-
-
-def _reattach_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-    """Give the tensors that `state_dict()` made of a unit's parameters the parameters' methods."""
-    unit = unit_of(module)
-    assert unit is not None
-    reattach_state(module, state, prefix, unit.used_groups)
-
-
-def _shard_state(module: nn.Module, state: dict[str, Any], prefix: str, *_unused: object) -> None:
-    """Take this rank's rows of whole tensors that are to be loaded."""
-    unit = unit_of(module)
-    assert unit is not None
-    shard_state(module, state, prefix, unit.used_groups)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

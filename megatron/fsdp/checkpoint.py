@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.optimizer import managed_of
 from megatron.fsdp.param_group import ManagedParameter
-from megatron.fsdp.sharded_parameter import attach, make_dtensor
+from megatron.fsdp.sharded_parameter import make_dtensor
 
 STEP = "step"
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -50,10 +50,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
     Call `mark_loaded` after a load.
     """
-    return {
-        name: attach(managed.sharded.detach(), managed.info)
-        for name, managed in managed_parameters(model).items()
-    }
+    return {name: managed.sharded.detach() for name, managed in managed_parameters(model).items()}
 
 
 def mark_loaded(model: nn.Module) -> None:
@@ -152,8 +149,6 @@ def _managed_of(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], 
 
 
 def _export(value: Any, managed: ManagedParameter) -> Any:
-    if isinstance(value, DTensor) and tuple(value.shape) == managed.info.shape:
-        return attach(value, managed.info)
     parameter = managed.sharded
     plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
     if plain and value.dim() and tuple(value.shape) == managed.info.local_shape():

@@ -176,13 +176,14 @@ class GroupGradients:
 
     def _attach_grad(self, managed: ManagedParameter, grad: Tensor) -> None:
         view = self.group.main_rows(grad, managed)
-        gradient = make_dtensor(
-            view, managed.info, self.group.spec.mesh, self.group.dtensor_placements(managed)
-        )
+        gradient = self._as_sharded(managed, view)
         if gradient.dtype != managed.sharded.dtype:
             managed.sharded.grad_dtype = gradient.dtype  # type: ignore[attr-defined]
-        gradient._fsdp_flat = grad
+        gradient._fsdp_flat = grad  # type: ignore[attr-defined]
         managed.sharded.grad = gradient
+
+    def _as_sharded(self, managed: ManagedParameter, rows: Tensor) -> DTensor:
+        return make_dtensor(rows, managed.info, self.group.spec.mesh, self.group.dtensor_placements(managed))
 
     def has_gradients(self) -> bool:
         """Whether any sharded parameter has a `.grad`."""
@@ -205,8 +206,10 @@ class GroupGradients:
             rows = self.group.main_rows(grad, managed)
             if current is None:
                 rows.zero_()
+            elif isinstance(current, DTensor):  # cut as the parameter, or as autograd left it
+                self._as_sharded(managed, rows).copy_(current)
             else:
-                rows.copy_(current.to_local() if isinstance(current, DTensor) else current)
+                rows.copy_(current)
             if managed.requires_grad:
                 self._attach_grad(managed, grad)
         return grad

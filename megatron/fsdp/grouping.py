@@ -18,7 +18,7 @@ from megatron.fsdp.layout import GroupLayout, atomic_layout, choose_row_widths, 
 from megatron.fsdp.main_grad import is_te_ops
 from megatron.fsdp.param_group import GroupSpec, ParameterSource, ParamGroup
 from megatron.fsdp.precision import GroupPrecision
-from megatron.fsdp.sharded_parameter import Location
+from megatron.fsdp.shard_info import Location
 from megatron.fsdp.strategy import OuterStrategy, ShardingStrategy, placements
 
 

@@ -90,7 +90,7 @@ def check_initialised(root: nn.Module, units: Iterable[Unit]) -> None:
     """
     for unit in units:
         for group in unit.groups:
-            unwritten = [managed for managed in group.parameters if managed.sharded._version == 0]
+            unwritten = [managed for managed in group.parameters if managed.writes == 0]
             if group.unset and unwritten:
                 raise RuntimeError(
                     f"FSDP: {unwritten[0].name} was built on the meta device and has no value yet; call "

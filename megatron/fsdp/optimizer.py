@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.fsdp.param_group import ManagedParameter
-from megatron.fsdp.sharded_parameter import attach
+from megatron.fsdp.sharded_parameter import ShardedTensor
+
+_WATCHED = "_fsdp_watched"
 
 
 def managed_of(parameter: Any) -> ManagedParameter | None:
@@ -53,6 +55,10 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    if not optimizer.__dict__.get(_WATCHED):
+        optimizer.__dict__[_WATCHED] = True
+        optimizer.register_load_state_dict_post_hook(_adopt_state)
+        _adopt_state(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             managed = managed_of(parameter)
@@ -63,24 +69,25 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: objec
                 )
 
 
+def _adopt_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give loaded state that torch cut in even chunks (`distribute_tensor`) the parameter's layout; collective."""
+    for parameter, state in optimizer.state.items():
+        managed = managed_of(parameter)
+        if managed is None:
+            continue
+        for key, value in state.items():
+            if isinstance(value, ShardedTensor):
+                value.shard_info.check_is_of(managed.info)
+            elif isinstance(value, DTensor) and tuple(value.shape) == managed.info.shape:
+                state[key] = managed.group.sharded_copy(managed, value.full_tensor())
+
+
 def _after_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             managed = managed_of(parameter)
             if managed is not None:
                 managed.group.mark_stale()
-                _describe_state(optimizer.state.get(parameter, {}), managed)
-
-
-def _describe_state(state: dict[str, Any], managed: ManagedParameter) -> None:
-    """Give new state tensors the parameter's methods: torch's state-dict functions ask them for the whole tensor."""
-    for value in state.values():
-        if (
-            isinstance(value, DTensor)
-            and not hasattr(value, "shard_info")
-            and value.shape == managed.info.shape
-        ):
-            attach(value, managed.info)
 
 
 @functools.cache

@@ -15,8 +15,9 @@ Note [Buffers]
 
 Note [Gather is due]
 Compute parameters are stale when the main ones changed since the last gather. Every rank must come to the same answer:
-an optimizer step (seen by a global hook, see optimizer.py), an in-place change through the sharded parameter
-(its version counter, bumped on every rank, also where the rank's part is empty), a load or broadcast (`mark_stale`).
+an optimizer step (seen by a global hook, see optimizer.py), a load or broadcast (`mark_stale`), or an in-place change
+of the sharded parameter or of what has its rows, which the rows' version counter shows (sharded_parameter.py, Note
+[Writes]).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from megatron.fsdp.gradients import GroupGradients
 from megatron.fsdp.layout import GroupLayout
 from megatron.fsdp.main_grad import MainGrad
 from megatron.fsdp.precision import GroupPrecision
-from megatron.fsdp.sharded_parameter import Location, ShardInfo, attach, make_dtensor, make_parameter
+from megatron.fsdp.shard_info import Location, ShardInfo
+from megatron.fsdp.sharded_parameter import make_dtensor, make_parameter
 from megatron.fsdp.strategy import Placements
 
 if TYPE_CHECKING:
@@ -96,12 +98,17 @@ class ManagedParameter:
         """Whether the sharded parameter asks for a gradient; may change between steps."""
         return self.sharded.requires_grad
 
+    @property
+    def writes(self) -> int:
+        """Number of writes to the sharded parameter (sharded_parameter.py, Note [Writes])."""
+        return self.sharded._local_tensor._version  # type: ignore[attr-defined]
+
     def rename(self, name: str) -> None:
         """Take the name that the parameter has in its root module."""
         if name != self.name and self.info.location.name == self.name:
             location = replace(self.info.location, name=name)
             self.info = replace(self.info, name=name, location=location)
-            attach(self.sharded, self.info)
+            self.sharded.shard_info = self.info  # type: ignore[attr-defined]
             self.name = self.main_grad.name = name
 
     def install(self, parameter: nn.Parameter) -> None:
@@ -172,8 +179,9 @@ class ParamGroup:
             managed.info = self._shard_info(managed, source, tuple(original.shape))
             managed.compute = nn.Parameter(self._view(self.compute, managed.index), original.requires_grad)
             self._fill(managed, original)
+            rows = self.main_rows(self.main, managed).data  # with a version counter of its own
             managed.sharded = make_parameter(
-                self.main_rows(self.main, managed), managed.info, self.spec.mesh, self.dtensor_placements(managed),
+                rows, managed.info, self.spec.mesh, self.dtensor_placements(managed),
                 original.requires_grad,
             )  # fmt: skip
             for parameter in (managed.compute, managed.sharded):
@@ -389,7 +397,7 @@ class ParamGroup:
         self.slot = slot
 
     def _count_versions(self) -> int:
-        return sum(managed.sharded._version for managed in self.parameters)
+        return sum(managed.writes for managed in self.parameters)
 
     @property
     def requires_grad(self) -> bool:

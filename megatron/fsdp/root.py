@@ -7,7 +7,6 @@ from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,10 +16,11 @@ from megatron.fsdp.grouping import GroupBuilder
 from megatron.fsdp.optimizer import managed_of, watch_optimizers
 from megatron.fsdp.param_group import ManagedParameter, ParameterSource, ParamGroup
 from megatron.fsdp.schedule import Engine
-from megatron.fsdp.sharded_parameter import attach
+from megatron.fsdp.sharded_parameter import ShardedTensor
 from megatron.fsdp.unit import Unit
 
 UNIT_ATTRIBUTE = "_fsdp_unit"
+LOADS_ATTRIBUTE = "_fsdp_watches_loads"
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -73,6 +73,7 @@ class SourceCollector:
                     if (module, attribute) not in managed.sites:
                         managed.sites.append((module, attribute))
                         managed.install(managed.sharded)
+                        watch_loads(module)
                         borrowed[id(managed)] = managed
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
@@ -89,6 +90,9 @@ def make_unit(
     unit = Unit(name, modules, builder.build(sources))
     for module in modules:
         module.__dict__[UNIT_ATTRIBUTE] = unit
+    for managed in unit.parameters:
+        for module, _ in managed.sites:
+            watch_loads(module)
     return unit
 
 
@@ -107,42 +111,40 @@ def move_buffers(module: nn.Module, device: torch.device, meta_allowed: bool = F
                 child._buffers[key] = buffer.to(device)
 
 
-def reattach_state(
-    module: nn.Module, state: dict[str, Any], prefix: str, groups: Sequence[ParamGroup]
+def watch_loads(module: nn.Module) -> None:
+    """Let `load_state_dict` give `module`'s managed parameters their rows, whatever it is given."""
+    if not module.__dict__.get(LOADS_ATTRIBUTE):
+        module.__dict__[LOADS_ATTRIBUTE] = True
+        module.register_load_state_dict_pre_hook(_before_load)
+
+
+def _before_load(
+    module: nn.Module,
+    state: MutableMapping[str, Any],
+    prefix: str,
+    metadata: MutableMapping[str, Any],
+    *_: object,
 ) -> None:
-    """Give the tensors that `state_dict()` made of the groups' parameters the parameters' own methods."""
-    mine = {id(managed) for group in groups for managed in group.parameters}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        managed = managed_of(parameter)
-        if managed is not None and id(managed) in mine and isinstance(state.get(prefix + name), DTensor):
-            attach(state[prefix + name], managed.info)
+    """Replace whole tensors by this rank's rows (DTensors that are cut otherwise are gathered by `copy_`).
 
-
-def shard_state(
-    module: nn.Module, state: MutableMapping[str, Any], prefix: str, groups: Sequence[ParamGroup]
-) -> None:
-    """Before a load: replace whole tensors, and DTensors cut in even chunks (gathered first), by this rank's rows."""
-    mine = {id(managed) for group in groups for managed in group.parameters}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        managed, value = managed_of(parameter), state.get(prefix + name)
-        if managed is None or id(managed) not in mine or not isinstance(value, torch.Tensor):
-            continue
-        if hasattr(value, "shard_info") or tuple(value.shape) != managed.info.shape:
-            continue  # ours, or an error that load_state_dict() reports
-        if isinstance(value, DTensor) and _is_cut_alike(value, managed):
-            continue
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        state[prefix + name] = managed.group.sharded_copy(managed, whole)
-
-
-def _is_cut_alike(value: DTensor, managed: ManagedParameter) -> bool:
-    """Whether `value` is cut as the parameter on all ranks (a DTensor does not say where it was cut)."""
-    alike = value._local_tensor.shape == managed.sharded._local_tensor.shape  # type: ignore[attr-defined]
-    flag = torch.tensor(int(alike), device=managed.group.spec.device)
-    for group, size in managed.info.groups:
-        if size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-    return bool(flag)
+    With `assign`, values are copied all the same: optimizers and FSDP hold the parameters. Buffers on meta get memory.
+    """
+    owned = {
+        name: managed for name, one in module._parameters.items() if (managed := managed_of(one)) is not None
+    }
+    for name, managed in owned.items():
+        value = state.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != managed.info.shape:
+            continue  # an error that load_state_dict() reports
+        if isinstance(value, ShardedTensor):
+            value.shard_info.check_is_of(managed.info)
+        elif not isinstance(value, DTensor):
+            state[prefix + name] = managed.group.sharded_copy(managed, value)
+    if owned and metadata.pop("assign_to_params_buffers", False):
+        device = next(iter(owned.values())).group.spec.device
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def check_ties(root: nn.Module, units: Sequence[Unit]) -> None:

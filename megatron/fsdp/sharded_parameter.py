@@ -1,234 +1,197 @@
 """The sharded parameter: the DTensor that optimizers, state dicts and checkpoints see.
 
 Note [Uneven shards]
-A rank holds whole rows of a parameter, possibly none, as the layout says. A DTensor with `Shard(0)` describes that for
-pointwise operations and norms, but its own arithmetic assumes even chunks: `full_tensor()` would fail and
-torch.distributed.checkpoint would take wrong offsets. So `full_tensor`, `redistribute` and the checkpoint protocol
-(`__create_chunk_list__` and its kin, which DTensor asks of its local tensor first) are attached per tensor from the
-layout, by `attach`, to the parameter, to its `.grad` and to what `state_dict()` returns.
+A rank holds whole rows of a parameter, possibly none, as the layout says. DTensor's own arithmetic assumes even chunks:
+its `full_tensor()`, its reductions and its checkpoint offsets would be wrong. So parameters, their `.grad`, and what is
+made of them (by `detach()`, `clone()`, `double()`, `*`, an optimizer...) are `ShardedTensor`s, which know the layout.
+sharded_ops.py says how operations run on them.
+
+Note [Writes]
+Writes to a sharded parameter are counted by its rows' version counter, alike on all ranks: by operations on it, on its
+`.data` and on its `detach()`, and by in-place operations on its `to_local()`. These must run on every rank, also where
+it has no rows (param_group.py, Note [Gather is due]).
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as utility_types
 
-from megatron.fsdp.collectives import all_gather_single
-from megatron.fsdp.layout import GroupLayout, RowRange
+from megatron.fsdp.layout import GroupLayout, ItemLayout, RowRange
+from megatron.fsdp.shard_info import (
+    Chunk,
+    Location,
+    ShardInfo,
+    chunk_list,
+    gather_full,
+    tensor_shard,
+    write_items,
+)
+from megatron.fsdp.sharded_ops import dispatch
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A box of the global tensor held here: offsets in the global and in the local tensor, and its sizes."""
+class RowShard(Shard):
+    """`Shard(0)` that tells torch's state-dict functions which rows of a whole tensor are this rank's."""
 
-    global_offsets: tuple[int, ...]
-    local_offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a parameter of this rank (before FSDP cuts it) lies in the model: name, global shape, boxes."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    rows: RowRange | None
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> Location:
-        """The location of a parameter that only FSDP cuts."""
-        zeros = (0,) * len(shape)
-        return cls(name, tuple(shape), (Chunk(zeros, zeros, tuple(shape)),))
+    def of(cls, rows: RowRange | None) -> RowShard:
+        """Return the placement for `rows`; None: for an axis of the mesh that a later one cuts together with."""
+        placement = cls(0)
+        placement.rows = rows
+        return placement
 
-    def rows(self, rows: RowRange) -> list[Chunk]:
-        """Return the boxes of this location that lie in local rows `rows`, relative to those rows."""
-        if not self.global_shape:
-            return list(self.chunks)
-        boxes = []
-        for chunk in self.chunks:
-            low = max(chunk.local_offsets[0], rows.start)
-            high = min(chunk.local_offsets[0] + chunk.sizes[0], rows.stop)
-            if low < high:
-                shift = low - chunk.local_offsets[0]
-                boxes.append(
-                    Chunk(
-                        (chunk.global_offsets[0] + shift, *chunk.global_offsets[1:]),
-                        (low - rows.start, *chunk.local_offsets[1:]),
-                        (high - low, *chunk.sizes[1:]),
-                    )
-                )
-        return boxes
+    def _local_shard_size_and_offset(
+        self, curr_local_size: int, num_chunks: int, rank: Any
+    ) -> tuple[int, Any]:
+        return (curr_local_size, 0) if self.rows is None else (self.rows.num_rows, self.rows.start)
 
 
-@dataclass(frozen=True)
-class ShardInfo:
-    """What a sharded tensor needs to know of its layout.
+class ShardedTensor(DTensor):
+    """A DTensor with the layout of `shard_info` (Note [Uneven shards]).
 
     Attributes:
-        name: of the parameter, for messages.
-        shape: of the parameter before FSDP cuts it.
-        layout: of the parameter's group, from which anybody's rows follow; None: not sharded.
-        index: of the parameter in the layout.
-        shard: this rank's shard number.
-        groups: (process group or None, size) from the innermost gather to the outermost; empty: not sharded.
-        location: place of the parameter in the model.
+        shard_info: the layout.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    layout: GroupLayout | None
-    index: int
-    shard: int
-    groups: tuple[tuple[dist.ProcessGroup | None, int], ...]
-    location: Location
+    shard_info: ShardInfo
 
-    @functools.cached_property
-    def rows(self) -> RowRange:
-        """This rank's rows."""
-        assert self.layout is not None
-        return self.layout.rows(self.index, self.shard)
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch(ShardedTensor, func, args, kwargs or {})
 
-    def all_rows(self) -> list[RowRange]:
-        """The rows of every shard, in shard order (work that grows with the world)."""
-        assert self.layout is not None
-        return [self.layout.rows(self.index, shard) for shard in range(self.layout.num_shards)]
+    def like(self, local: Tensor) -> ShardedTensor:
+        """Return the tensor with this one's layout around `local`."""
+        spec = self._spec
+        if spec.tensor_meta.dtype != local.dtype:  # type: ignore[union-attr]
+            meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)  # type: ignore[union-attr]
+            spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+        return rebuild(local, self.shard_info, spec)
 
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part."""
-        return (self.rows.num_rows, *self.shape[1:]) if self.shape and self.groups else self.shape
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The tensor without a graph; assigning copies the values (torch would leave the local part as it was)."""
+        return self.detach()
 
-    def chunks(self) -> list[Chunk]:
-        """Boxes of the global tensor that this rank's part covers."""
-        if not self.groups:
-            return list(self.location.chunks)
-        return self.location.rows(self.rows)
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.detach().copy_(value)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:  # type: ignore[override]
+        """The placements, equal to `Shard(0)` where the tensor is sharded; they know this rank's rows."""
+        if not self.shard_info.groups or not self.shape:
+            return self._spec.placements
+        return (*(RowShard.of(None) for _ in self.shard_info.groups[1:]), RowShard.of(self.shard_info.rows))
+
+    def data_ptr(self) -> int:
+        """0: the memory is the rows'. Else it would be their offset, and checkpoint staging would follow it."""
+        return 0
+
+    def full_tensor(self, *, grad_placements: object = None) -> Tensor:
+        """Return the whole tensor, without a graph; collective over the ranks that share it."""
+        with torch.no_grad():
+            return gather_full(self._local_tensor, self.shard_info, self.device_mesh)
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """Return this rank's rows, possibly none; differentiable."""
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return super().to_local(grad_placements=grad_placements)
+        local = _ToLocal.apply(self)
+        local._is_param = isinstance(self, nn.Parameter)
+        return local
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_options: object) -> DTensor:  # type: ignore[override]
+        """Return the tensor replicated, or itself for the placements it has; NotImplementedError for others."""
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            placements = ("another mesh",)
+        elif placements is None or tuple(placements) == self.placements:
+            return self
+        elif all(placement.is_replicate() for placement in placements):
+            return DTensor.from_local(self.full_tensor(), self.device_mesh, list(placements), run_check=False)
+        raise NotImplementedError(
+            f"redistribute() of {self.shard_info.name} to {tuple(placements)}: its shards are cut at rows of a flat "
+            f"buffer and not in even chunks; use full_tensor() and distribute that"
+        )
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self.shard_info)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(self.shard_info, self._local_tensor, fqn)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return tensor_shard(self.shard_info, self._local_tensor, index)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        copied = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)  # type: ignore[assignment]
+            if self.grad is not None:
+                copied.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
+                copied.grad = self.grad.detach().clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        parameter = self.requires_grad if isinstance(self, nn.Parameter) else None
+        local = self._local_tensor.detach()
+        if local.untyped_storage().nbytes() > local.nbytes:
+            local = local.clone()  # a view of the rank's buffer would bring all of it
+        return rebuild, (local, self.shard_info, self._spec, parameter)
+
+
+class _ToLocal(torch.autograd.Function):
+    """`to_local()` whose gradient has the layout."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:  # type: ignore[override]
+        ctx.tensor = tensor.detach()
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.tensor.like(gradient)
+
+
+def rebuild(local: Tensor, info: ShardInfo, spec: DTensorSpec, parameter: bool | None = None) -> Any:
+    """Return the sharded tensor; a parameter if `parameter` (its requires_grad) is not None."""
+    tensor = ShardedTensor.__new__(ShardedTensor, local, spec, requires_grad=False)
+    tensor.shard_info = info
+    return tensor if parameter is None else nn.Parameter(tensor, requires_grad=parameter)
 
 
 def make_dtensor(
     local: Tensor, info: ShardInfo, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> DTensor:
+) -> ShardedTensor:
     """Return the DTensor of `info` around `local`, without communication."""
     stride, step = [], 1
     for size in reversed(info.shape):
         stride.append(step)
         step *= max(size, 1)
     meta = TensorMeta(torch.Size(info.shape), tuple(reversed(stride)), local.dtype)
-    spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    return attach(DTensor(local, spec, requires_grad=False), info)
+    return rebuild(local, info, DTensorSpec(mesh, placements, tensor_meta=meta))
 
 
 def make_parameter(
     local: Tensor, info: ShardInfo, mesh: DeviceMesh, placements: tuple[Placement, ...], requires_grad: bool
 ) -> nn.Parameter:
     """Return the sharded parameter of `info` around `local`."""
-    parameter = nn.Parameter(make_dtensor(local, info, mesh, placements), requires_grad=requires_grad)
-    attach(parameter, info)
-    return parameter
+    return nn.Parameter(make_dtensor(local, info, mesh, placements), requires_grad=requires_grad)
 
 
-def attach(tensor: Any, info: ShardInfo) -> Any:
-    """Give `tensor` (a DTensor with the layout of `info`) the methods of Note [Uneven shards]; returns it."""
-    local = tensor._local_tensor
-    # Weak references: a tensor whose attributes refer to it would only go with Python's cycle collector.
-    weak, weak_local = weakref.ref(tensor), weakref.ref(local)
-    local.__create_chunk_list__ = functools.partial(_chunk_list, info)
-    local.__create_write_items__ = functools.partial(_write_items, info, weak_local)
-    local.__get_tensor_shard__ = functools.partial(_tensor_shard, info, weak_local)
-    tensor.full_tensor = functools.partial(_full_tensor, weak, info)
-    tensor.redistribute = functools.partial(_redistribute, weak, info)
-    tensor.shard_info = info
-    return tensor
-
-
-def gather_full(local: Tensor, info: ShardInfo) -> Tensor:
-    """Return the whole (data-parallel) tensor of which `local` is this rank's part; collective over its groups."""
-    if not info.groups:
-        return local.clone()
-    all_rows = info.all_rows()
-    most = max(rows.num_rows for rows in all_rows)
-    padded = local.new_zeros((most, *info.shape[1:]))
-    padded[: info.rows.num_rows] = local
-    parts = padded.unsqueeze(0)
-    for group, size in info.groups:
-        if size > 1:
-            gathered = parts.new_empty((size * parts.shape[0], *parts.shape[1:]))
-            all_gather_single(gathered, parts.contiguous(), group=group)
-            parts = gathered
-    full = local.new_empty(info.shape)
-    for part, rows in zip(parts, all_rows, strict=True):
-        full[rows.start : rows.stop] = part[: rows.num_rows]
-    return full
-
-
-def _full_tensor(weak: weakref.ref[Any], info: ShardInfo, *, grad_placements: object = None) -> Tensor:
-    with torch.no_grad():
-        return gather_full(weak()._local_tensor, info)  # type: ignore[union-attr]
-
-
-def _redistribute(
-    weak: weakref.ref[Any],
-    info: ShardInfo,
-    device_mesh: Any = None,
-    placements: Any = None,
-    **_options: object,
-) -> Any:
-    if placements is not None and all(placement.is_replicate() for placement in placements):
-        mesh = weak().device_mesh  # type: ignore[union-attr]
-        return DTensor.from_local(_full_tensor(weak, info), mesh, list(placements), run_check=False)
-    raise NotImplementedError(
-        f"redistribute() of {info.name}: its shards are cut at rows of a flat buffer and not in even chunks; "
-        f"use full_tensor() and distribute that"
-    )
-
-
-def _chunk_list(info: ShardInfo) -> list[Any]:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return [
-        ChunkStorageMetadata(offsets=torch.Size(chunk.global_offsets), sizes=torch.Size(chunk.sizes))
-        for chunk in info.chunks()
-    ]
-
-
-def _write_items(info: ShardInfo, weak: weakref.ref[Tensor], fqn: str, _object: object) -> list[Any]:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    items = []
-    local = weak()
-    assert local is not None
-    for chunk in info.chunks():
-        offsets = torch.Size(chunk.global_offsets)
-        items.append(
-            WriteItem(
-                index=MetadataIndex(fqn, offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(chunk.sizes)),
-                    properties=TensorProperties.create_from_tensor(local),
-                    size=torch.Size(info.location.global_shape),
-                ),
-            )
-        )
-    return items
-
-
-def _tensor_shard(info: ShardInfo, weak: weakref.ref[Tensor], index: Any) -> Tensor:
-    local = weak()
-    assert local is not None
-    for chunk in info.chunks():
-        if index.offset is None or tuple(index.offset) == chunk.global_offsets:
-            part = local
-            for dim, (start, size) in enumerate(zip(chunk.local_offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, start, size)
-            return part
-    raise ValueError(f"{info.name}: no part of it at offsets {tuple(index.offset)} on this rank")
+for types in (optimizer_types, utility_types):  # as torch does for DTensor
+    if ShardedTensor not in types:
+        types.append(ShardedTensor)
+torch.serialization.add_safe_globals(
+    [rebuild, ShardInfo, Location, Chunk, GroupLayout, ItemLayout, RowRange, torch.Size]
+)

@@ -23,8 +23,6 @@ from megatron.fsdp.root import (
     make_unit,
     move_buffers,
     own_modules,
-    reattach_state,
-    shard_state,
     unit_of,
 )
 from megatron.fsdp.schedule import Engine
@@ -257,19 +255,13 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state: sharded parameters (DTensors that know their offsets) and buffers."""
-        state = self.module.state_dict(*args, **kwargs)
-        reattach_state(self.module, state, kwargs.get("prefix", ""), self.groups)
-        return state
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state of sharded parameters or of whole tensors (each rank takes its rows)."""
-        if assign:
-            raise ValueError("load_state_dict(assign=True) would replace FSDP's parameters; use assign=False")
-        plain = dict(state_dict)
-        shard_state(self.module, plain, "", self.groups)
-        result = self.module.load_state_dict(plain, strict)
+        """Load a state of sharded parameters or of whole tensors (each rank takes its rows); `assign` copies too."""
+        result = self.module.load_state_dict(state_dict, strict, assign)
         for group in self.groups:
             group.mark_stale()
         return result
