@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.fsdp import fully_shard
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.pool import run_ranks
 from tests.unit.fsdp.models import Net, loss_of, tokens_for
 
@@ -251,3 +251,47 @@ def assigned_on_meta(rank, world_size, kind):
 def test_state_given_to_a_model_on_meta(kind):
     """`load_state_dict(assign=True)` of a model on meta keeps FSDP's parameters and gives them their rows."""
     assert run_ranks(assigned_on_meta, 3, kind) == [[], [], []]
+
+
+def assign_data(parameter):
+    """Twice the values through `parameter.data = ...`."""
+    parameter.data = parameter.detach() * 2
+
+
+WRITES = {
+    "parameter": lambda p: p.mul_(2),
+    "data": lambda p: p.data.mul_(2),
+    "data.copy_": lambda p: p.data.copy_(p * 2),
+    "data =": assign_data,
+    "detach": lambda p: p.detach().mul_(2),
+    "to_local": lambda p: p.to_local().mul_(2),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+}
+
+
+def written(rank, world_size, strategy, dtype):
+    """Ways to write to parameters that the next forward does not see."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = build(strategy=strategy, mp_policy=policy)
+    torch.manual_seed(0)
+    truth = Net(vocab=VOCAB, hidden=10, ffn=18).double()
+    tokens, unseen = tokens_for(0, 0, rank, VOCAB), []
+    for way, write in WRITES.items():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                write(parameter)
+            for parameter in truth.parameters():
+                parameter.mul_(2)
+            expected = copy.deepcopy(truth).to(dtype)(tokens)
+            if not torch.equal(model(tokens), expected.to(model(tokens).dtype)):
+                unseen.append(way)
+            for parameter in (*model.parameters(), *truth.parameters()):
+                parameter.div_(2)
+    return unseen
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_writes_are_seen(strategy):
+    """The next forward gathers what was written through `.data`, `detach()` or `to_local()`."""
+    for dtype in (torch.float64, torch.float32):
+        assert run_ranks(written, 3, strategy, dtype) == [[]] * 3
