@@ -1,5 +1,7 @@
 """Fully sharded data parallelism: a DDP replacement and a per-module `fully_shard`. Imports torch only."""
 
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
 from megatron.fsdp.api import fully_shard, register_fsdp_forward_method
 from megatron.fsdp.grouping import DataParallelPlacement
 from megatron.fsdp.meta import reset_parameters_by_unit
@@ -11,6 +13,7 @@ from megatron.fsdp.strategy import OuterStrategy, ShardingStrategy
 from megatron.fsdp.wrapper import FSDPConfig, FullyShardedDataParallel, data_parallel_placement
 
 __all__ = [
+    "CPUOffloadPolicy",
     "Chunk",
     "DataParallelPlacement",
     "FSDPConfig",
@@ -18,6 +21,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "Location",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OuterStrategy",
     "ShardingStrategy",
     "UnshardHandle",

@@ -40,6 +40,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     strategy: str | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS,
     outer_strategy: str | OuterStrategy = OuterStrategy.NO_SHARD,
 ) -> Any:
@@ -53,8 +54,9 @@ def fully_shard(
             the size of the shard mesh.
         shard_placement_fn: only `Shard(0)` can be; anything else is refused.
         mp_policy: dtypes of computation, reduction and outputs.
-        offload_policy: CPU offloading is refused.
+        offload_policy: `CPUOffloadPolicy` is refused.
         ignored_params: parameters to leave alone.
+        dp_mesh_dims: refused (FSDP2: parameters that are DTensors on a mesh with more axes).
         strategy: our one extra, with `outer_strategy` for the replicate axis of a 2-D mesh.
 
     Raises:
@@ -62,6 +64,10 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, shard_placement_fn, offload_policy)
+    if dp_mesh_dims is not None:
+        raise ValueError(
+            f"fully_shard: dp_mesh_dims={dp_mesh_dims} is not supported; give mesh= the data-parallel axes"
+        )
     modules = _outermost(modules)
     mesh = _default_mesh() if mesh is None else mesh
     _check_mesh(mesh, OuterStrategy.parse(outer_strategy))
@@ -71,6 +77,9 @@ def fully_shard(
     inside = [(name, child) for each in modules for name, child in own_modules(each, "", wrapped)]
     sources, borrowed = SourceCollector(ignored_params).collect(inside)
     unit = make_unit(type(modules[0]).__name__, tuple(modules), sources, builder)
+    for inner in map(unit_of, wrapped):
+        if inner is not None and inner.parent is None:
+            inner.parent = unit
     unit.borrowed = list(dict.fromkeys(managed.group for managed in borrowed))
     unit.reshard_setting, unit.reshard_to = reshard
     unit.reshard_after_forward = unit.reshard_setting is not False
@@ -186,14 +195,17 @@ def _grouping_options(
 
 
 def _ensure_engine(unit: Unit) -> Engine:
-    """Return the unit's engine; the first unit whose forward runs becomes the root of all units in it."""
+    """Return the unit's engine; when the first unit is used, the outermost one that holds it becomes the root."""
     if unit.engine is None:
+        while unit.parent is not None:
+            unit = unit.parent
         root = unit.modules[0]
         _name_parameters(root)
         units = units_below(unit.modules)
         if any(other.engine is not None for other in units):
             raise RuntimeError(
-                "FSDP: a unit inside this module ran its forward as a root before; run the outermost module first"
+                "FSDP: a unit inside this module was used before this module was wrapped; wrap the outermost module "
+                "before using any unit in it"
             )
         check_initialised(root, units)
         unit.engine = make_engine(root, units, prefetch=1, max_reductions=2)

@@ -109,6 +109,8 @@ class UnitHooks:
         in_backward = torch._C._current_graph_task_id() != -1
         if self.is_root and not in_backward:
             engine.begin_forward()
+        elif not engine.in_forward and not in_backward:
+            engine.begin_alone()
         if not self._still_to_run:
             self._still_to_run = {id(each) for each in self.unit.modules}
         engine.enter_forward(self.unit, in_backward)

@@ -193,18 +193,22 @@ class FSDPModule:
         """Refused: gathers wait for the stream that called forward."""
         _refuse("set_post_optim_event", "gathers wait for everything launched before forward")
 
-    def set_reduce_scatter_unused_params(self, enable: bool) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Nothing to do: unused parameters always contribute zeros."""
 
     def set_order_check(self, interval: int) -> None:
         """Ours: compare the order of launches between ranks every `interval` backwards; 0: never. Of the root."""
         _engine_of(self._units(False)[0]).check_order_every(interval)
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int) -> None:
-        """Set the number of reductions in flight."""
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set the number of reductions in flight, of the whole model."""
+        if max_input_buffers < 1:
+            raise ValueError(f"FSDP: max_input_buffers={max_input_buffers} must be at least 1")
         _engine_of(self._units(False)[0]).reducer.max_reductions = max_input_buffers
 
-    def set_separate_reduce_scatter_group(self, *_args: object, **_options: object) -> None:
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Nothing to do: where a backend orders operations, gathers and reductions have groups of their own."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

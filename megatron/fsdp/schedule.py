@@ -58,6 +58,7 @@ class Engine:
         self.wait_at_end_of_backward = True
         self.forward_order: list[Unit] = []  # of the last complete root forward
         self._recording: list[Unit] = []
+        self.in_forward = False  # of the root
         self._reduce_order = list(reversed(self.units))
         self._order_agreed = False
         self._queue: list[Unit] = []  # units still to be reduced in this pass
@@ -76,6 +77,7 @@ class Engine:
         if self._in_pass:  # the last backward ended with an exception
             self._abandon_pass()
         self._recording = []
+        self.in_forward = True
         self.streams.begin_step()
         for unit in self.units:
             unit.calls = 0
@@ -83,6 +85,11 @@ class Engine:
             if unit.phase is not Phase.IDLE:
                 self.release(unit, force=True)
         self.gather_ahead()
+
+    def begin_alone(self) -> None:
+        """A unit (not the root) is used outside of a root forward."""
+        self._recording = []
+        self.streams.begin_step()
 
     def gather_ahead(self) -> None:
         """Start the gathers that are due once a step: replicated parameters, and outer shards."""
@@ -97,6 +104,7 @@ class Engine:
 
     def end_forward(self) -> None:
         """The root forward is complete: remember its order."""
+        self.in_forward = False
         for unit in self._recording:
             unit.in_forward = False
         self.forward_order = self._recording

@@ -50,6 +50,7 @@ class Unit:
         self.groups = groups
         self.borrowed: list[ParamGroup] = []  # groups of other units with weights that this one uses too
         self.engine: Engine | None = None
+        self.parent: Unit | None = None  # the unit around this one, where fully_shard made it
         self.phase = Phase.IDLE
         self.reshard_after_forward = True
         self.reshard_to: int | None = None  # ranks among which parameters stay after forward; None: released

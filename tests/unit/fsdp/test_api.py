@@ -142,6 +142,8 @@ def bad_use(rank, world_size, kind):
         ours.fully_shard(model.blocks[0])
     elif kind == "reshard int":
         ours.fully_shard(model, reshard_after_forward=3)
+    elif kind == "offload":
+        ours.fully_shard(model, offload_policy=ours.CPUOffloadPolicy())
     elif kind == "list module":
         ours.fully_shard(model.blocks)
     elif kind == "tied after":
@@ -185,6 +187,7 @@ def bad_use(rank, world_size, kind):
     [
         ("twice", "wrapped already"),
         ("reshard int", "reshard_after_forward=3 does not divide the 2 ranks"),
+        ("offload", r"offload_policy CPUOffloadPolicy\(pin_memory=True\) is not supported"),
         ("list module", "ModuleList has no forward"),
         ("rank outside", r"rank 1 is not in the mesh of ranks \[0\]"),
         ("outer without axis", "outer_strategy='optim' needs a 2-D mesh"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import inspect
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 import megatron.fsdp as ours
 from tests.pool import run_ranks
-from tests.unit.fsdp.models import Net, loss_of, tokens_for
+from tests.unit.fsdp.models import Block, Net, loss_of, tokens_for
 
 LIBRARIES = {"torch": torch_fsdp, "ours": ours}
 VOCAB = 16  # FSDP2's full_tensor() of uneven shards is not at issue here
@@ -52,3 +57,75 @@ def test_optimizer_in_backward():
     assert calls == our_calls == 2 * len(truth)
     for name, weight in truth.items():
         torch.testing.assert_close(found[name], weight, msg=name)
+
+
+def parameters_of(function) -> list[tuple]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def test_same_methods_and_parameters():
+    """What torch's front end has, ours has, with the same parameters and defaults; we add to the end only."""
+    methods = {
+        name: method
+        for name, method in vars(torch_fsdp.FSDPModule).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+    assert len(methods) > 20
+    for name, method in methods.items():
+        assert parameters_of(getattr(ours.FSDPModule, name)) == parameters_of(method), name
+    register = "register_fsdp_forward_method"
+    assert parameters_of(getattr(ours, register)) == parameters_of(getattr(torch_fsdp, register))
+    names = [[name for name, _, _ in parameters_of(LIBRARIES[which].fully_shard)] for which in LIBRARIES]
+    assert names[1] == [*names[0], "strategy", "outer_strategy"]
+    fields = [
+        [each.name for each in dataclasses.fields(LIBRARIES[which].MixedPrecisionPolicy)]
+        for which in LIBRARIES
+    ]
+    assert fields[1] == fields[0]
+
+
+class Doubling(Block):
+    """A block with a method beside forward."""
+
+    def doubled(self, x):
+        return 2 * Block.forward(self, x)
+
+
+def inner_first(rank, world_size, strategy):
+    """Faults of inner units that are used before the model's first forward, and between its forwards."""
+    torch.manual_seed(0)
+    truth = nn.Sequential(Doubling(10, 18), Doubling(10, 18), nn.Linear(10, 3)).double()
+    model = copy.deepcopy(truth)
+    for block in model[:2]:
+        ours.fully_shard(block, strategy=strategy)
+        ours.register_fsdp_forward_method(block, "doubled")
+    ours.fully_shard(model, strategy=strategy)
+    x, faults = torch.randn(4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), []
+    model[1].set_reduce_scatter_max_input_buffers(1)
+    model[0].unshard()
+    if not torch.equal(model[0].fc1.weight, truth[0].fc1.weight):
+        faults.append("unshard")
+    model[0].reshard()
+    optimizer, alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, truth))
+    for step in range(3):
+        with torch.no_grad():
+            if not torch.allclose(model[1].doubled(x), truth[1].doubled(x)):
+                faults.append(f"method, step {step}")
+            if not torch.allclose(model[0](x), truth[0](x)):
+                faults.append(f"inner forward, step {step}")
+        for each, stepped in ((model, optimizer), (truth, alone)):
+            (each(x) if step != 1 else each[1].doubled(x)).square().mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+    faults += [
+        name
+        for (name, parameter), expected in zip(model.named_parameters(), truth.parameters(), strict=True)
+        if not torch.allclose(parameter.full_tensor(), expected)
+    ]
+    return faults
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_inner_units_before_the_first_forward(strategy):
+    """Methods of inner units belong to the outermost wrapped module from the start; also a backward of one alone."""
+    assert run_ranks(inner_first, 2, strategy) == [[], []]
