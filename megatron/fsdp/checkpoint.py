@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.managed import ManagedParameter
 from megatron.fsdp.optimizer import managed_of
-from megatron.fsdp.param_group import ManagedParameter
 from megatron.fsdp.sharded_parameter import make_dtensor
 
 STEP = "step"

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.sharded_parameter import make_dtensor
 
 if TYPE_CHECKING:
-    from megatron.fsdp.param_group import ManagedParameter, ParamGroup
+    from megatron.fsdp.managed import ManagedParameter
+    from megatron.fsdp.param_group import ParamGroup
 
 
 class GroupGradients:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.collectives import mesh_communicators
 from megatron.fsdp.layout import GroupLayout, atomic_layout, choose_row_widths, row_layout
 from megatron.fsdp.main_grad import is_te_ops
-from megatron.fsdp.param_group import GroupSpec, ParameterSource, ParamGroup
+from megatron.fsdp.managed import ParameterSource
+from megatron.fsdp.param_group import GroupSpec, ParamGroup
 from megatron.fsdp.precision import GroupPrecision
 from megatron.fsdp.shard_info import Location
 from megatron.fsdp.strategy import OuterStrategy, ShardingStrategy, placements
@@ -107,6 +109,7 @@ class GroupBuilder:
         outer_group = None if outer_mesh is None else outer_mesh.get_group()
         comms = mesh_communicators(placement.shard_mesh.get_group(), outer_group)
         strategy, outer = self.options.strategy, self.options.outer_strategy
+        on_both = placements(strategy, outer, comms.gather.size, comms.outer_gather.size).outer_sharded
         if members[0].parameter.ndim == 0:  # nothing to cut
             strategy, outer = ShardingStrategy.NO_SHARD, OuterStrategy.NO_SHARD
         placed = placements(strategy, outer, comms.gather.size, comms.outer_gather.size)
@@ -115,7 +118,7 @@ class GroupBuilder:
         groups = []
         for indices, layout in self._layouts(shapes, num_shards, precision.itemsize, _mesh_key(placement)):
             spec = GroupSpec(
-                mesh=_dtensor_mesh(placement, placed.outer_sharded),
+                mesh=_dtensor_mesh(placement, on_both),  # one for all parameters, which meet in norms
                 placements=placed,
                 precision=precision,
                 layout=layout,
@@ -147,9 +150,15 @@ def _check(source: ParameterSource) -> None:
             f"parameter {source.name} is managed by FSDP already: a module was wrapped twice, or a parameter is in "
             f"two units. Wrap each module once, inner modules before outer ones"
         )
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"parameter {source.name} is a DTensor on mesh {parameter.device_mesh}; FSDP shards plain tensors: use "
+            f"layers that keep their tensor-parallel part as one (megatron.parallel), or ignored_params"
+        )
     if not parameter.is_floating_point():
         raise ValueError(
-            f"parameter {source.name} has dtype {parameter.dtype}; FSDP shards floating-point ones only"
+            f"parameter {source.name} has dtype {parameter.dtype}; FSDP shards floating-point ones only: register it "
+            f"as a buffer, or leave it alone with ignored_params"
         )
     if not parameter.is_contiguous() and not parameter.is_meta:
         parameter.data = parameter.data.contiguous()
@@ -167,9 +176,13 @@ def _dtensor_mesh(placement: DataParallelPlacement, outer_sharded: bool) -> Devi
     assert placement.outer_mesh is not None
     names = (placement.outer_mesh.mesh_dim_names, placement.shard_mesh.mesh_dim_names)
     root = placement.shard_mesh._get_root_mesh()
-    if root.ndim == 2 and names[0] and names[1] and root.mesh_dim_names == (names[0][0], names[1][0]):
-        return root
+    if names[0] and names[1] and root.mesh_dim_names:
+        both = (names[0][0], names[1][0])
+        if root.mesh_dim_names == both:
+            return root
+        if [name for name in root.mesh_dim_names if name in both] == list(both):
+            return root[both]
     raise ValueError(
-        "outer strategy optim needs shard_mesh and outer_mesh to be slices of one 2-D DeviceMesh (outer, shard), for "
+        "outer strategy optim needs shard_mesh and outer_mesh to be slices of one DeviceMesh, outer before shard, for "
         "example mesh['dp_outer'] and mesh['fsdp']"
     )

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.main_grad import delays_wgrad
-from megatron.fsdp.param_group import ManagedParameter
+from megatron.fsdp.managed import ManagedParameter
 from megatron.fsdp.precision import MixedPrecisionPolicy, cast_floating
 from megatron.fsdp.schedule import Engine
 from megatron.fsdp.unit import Invocation, Unit

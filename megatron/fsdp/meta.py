@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from megatron.fsdp.managed import ManagedParameter
 from megatron.fsdp.optimizer import managed_of
-from megatron.fsdp.param_group import ManagedParameter
 from megatron.fsdp.root import unit_of
 from megatron.fsdp.unit import Unit
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megatron.fsdp.param_group import ManagedParameter
+from megatron.fsdp.managed import ManagedParameter
 from megatron.fsdp.sharded_parameter import ShardedTensor
 
 _WATCHED = "_fsdp_watched"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,7 @@ from megatron.fsdp.collectives import Communicator, MeshCommunicators, Pending
 from megatron.fsdp.gradients import GroupGradients
 from megatron.fsdp.layout import GroupLayout
 from megatron.fsdp.main_grad import MainGrad
+from megatron.fsdp.managed import ManagedParameter, ParameterSource
 from megatron.fsdp.precision import GroupPrecision
 from megatron.fsdp.shard_info import Location, ShardInfo
 from megatron.fsdp.sharded_parameter import make_dtensor, make_parameter
@@ -45,17 +46,6 @@ if TYPE_CHECKING:
     from megatron.fsdp.buffers import Slot
 
 Initialize = Callable[[str, nn.Parameter, slice, Tensor], None]
-
-
-@dataclass
-class ParameterSource:
-    """A parameter as the user's module has it, and every (module, attribute) where it is registered."""
-
-    name: str
-    parameter: nn.Parameter
-    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
-    location: Location | None = None
-    overwrite_allowed: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,47 +67,6 @@ class GroupSpec:
     layout: GroupLayout
     gradient_divisor: float
     device: torch.device
-
-
-class ManagedParameter:
-    """The two parameters of one weight (compute and sharded), its sites and its gradient."""
-
-    def __init__(self, source: ParameterSource, group: ParamGroup, index: int) -> None:
-        self.name = source.name
-        self.sites = source.sites
-        self.group = group
-        self.index = index
-        self.compute: nn.Parameter
-        self.sharded: nn.Parameter
-        self.info: ShardInfo
-        self.main_grad: MainGrad
-        self.on_trainable: Callable[[ManagedParameter], None] | None = None
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the sharded parameter asks for a gradient; may change between steps."""
-        return self.sharded.requires_grad
-
-    @property
-    def writes(self) -> int:
-        """Number of writes to the sharded parameter (sharded_parameter.py, Note [Writes])."""
-        return self.sharded._local_tensor._version  # type: ignore[attr-defined]
-
-    def rename(self, name: str) -> None:
-        """Take the name that the parameter has in its root module."""
-        if name != self.name and self.info.location.name == self.name:
-            location = replace(self.info.location, name=name)
-            self.info = replace(self.info, name=name, location=location)
-            self.sharded.shard_info = self.info  # type: ignore[attr-defined]
-            self.name = self.main_grad.name = name
-
-    def install(self, parameter: nn.Parameter) -> None:
-        """Register `parameter` (the compute or the sharded one) at every site."""
-        for module, attribute in self.sites:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[attribute] = parameter
-            else:
-                setattr(module, attribute, parameter)
 
 
 class ParamGroup:
@@ -179,9 +128,9 @@ class ParamGroup:
             managed.info = self._shard_info(managed, source, tuple(original.shape))
             managed.compute = nn.Parameter(self._view(self.compute, managed.index), original.requires_grad)
             self._fill(managed, original)
-            rows = self.main_rows(self.main, managed).data  # with a version counter of its own
+            managed.rows = self.main_rows(self.main, managed).data  # with a version counter of its own
             managed.sharded = make_parameter(
-                rows, managed.info, self.spec.mesh, self.dtensor_placements(managed),
+                managed.rows, managed.info, self.spec.mesh, self.dtensor_placements(managed),
                 original.requires_grad,
             )  # fmt: skip
             for parameter in (managed.compute, managed.sharded):

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.collectives import Communicator, all_equal
 from megatron.fsdp.grouping import GroupBuilder
+from megatron.fsdp.managed import ManagedParameter, ParameterSource
 from megatron.fsdp.optimizer import managed_of, watch_optimizers
-from megatron.fsdp.param_group import ManagedParameter, ParameterSource, ParamGroup
+from megatron.fsdp.param_group import ParamGroup
 from megatron.fsdp.schedule import Engine
 from megatron.fsdp.sharded_parameter import ShardedTensor
 from megatron.fsdp.unit import Unit

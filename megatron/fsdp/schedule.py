@@ -28,8 +28,9 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 
 from megatron.fsdp.collectives import Communicator, all_equal
+from megatron.fsdp.managed import ManagedParameter
 from megatron.fsdp.order import OrderCheck
-from megatron.fsdp.param_group import ManagedParameter, ParamGroup
+from megatron.fsdp.param_group import ParamGroup
 from megatron.fsdp.reducer import Reducer
 from megatron.fsdp.streams import Streams, make_streams
 from megatron.fsdp.unit import Invocation, Phase, Unit, labels

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from megatron.fsdp.param_group import ManagedParameter, ParamGroup
+from megatron.fsdp.managed import ManagedParameter
+from megatron.fsdp.param_group import ParamGroup
 
 if TYPE_CHECKING:
     from megatron.fsdp.schedule import Engine

@@ -14,7 +14,8 @@ from torch import nn
 from megatron.fsdp.buffers import make_pool
 from megatron.fsdp.grouping import DataParallelPlacement, GroupBuilder, GroupingOptions, Locate, PlacementFor
 from megatron.fsdp.hooks import UnitHooks
-from megatron.fsdp.param_group import Initialize, ParameterSource, ParamGroup
+from megatron.fsdp.managed import ParameterSource
+from megatron.fsdp.param_group import Initialize, ParamGroup
 from megatron.fsdp.precision import GroupPrecision, MixedPrecisionPolicy
 from megatron.fsdp.root import (
     SourceCollector,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import megatron.fsdp as ours
 from tests.pool import RankError, run_ranks
@@ -144,6 +145,20 @@ def bad_use(rank, world_size, kind):
         ours.fully_shard(model, reshard_after_forward=3)
     elif kind == "offload":
         ours.fully_shard(model, offload_policy=ours.CPUOffloadPolicy())
+    elif kind == "integers":
+        model.head.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.uint8), requires_grad=False)
+        ours.fully_shard(model)
+    elif kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        model.blocks[0].fc1.weight = nn.Parameter(
+            distribute_tensor(model.blocks[0].fc1.weight, mesh, [Shard(0)])
+        )
+        ours.fully_shard(model)
+    elif kind == "to":
+        ours.fully_shard(model).to(torch.bfloat16)
+    elif kind == "to inside":
+        ours.fully_shard(model).blocks[0].to(torch.bfloat16)
+        model(tokens_for(0, 0, rank))
     elif kind == "list module":
         ours.fully_shard(model.blocks)
     elif kind == "tied after":
@@ -187,6 +202,16 @@ def bad_use(rank, world_size, kind):
     [
         ("twice", "wrapped already"),
         ("reshard int", "reshard_after_forward=3 does not divide the 2 ranks"),
+        ("integers", r"head.weight has dtype torch.uint8; .* ignored_params"),
+        ("tensor parallel", r"blocks.0.fc1.weight is a DTensor on mesh .*tp=2.* ignored_params"),
+        (
+            "to",
+            r"torch.float32 on cpu; they cannot become torch.bfloat16 on cpu after wrapping.* or use mp_policy",
+        ),
+        (
+            "to inside",
+            r"tensor of parameter blocks.0.norm.weight was replaced after wrapping .* use mp_policy",
+        ),
         ("offload", r"offload_policy CPUOffloadPolicy\(pin_memory=True\) is not supported"),
         ("list module", "ModuleList has no forward"),
         ("rank outside", r"rank 1 is not in the mesh of ranks \[0\]"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 import megatron.fsdp as ours
 from tests.pool import run_ranks
@@ -129,3 +130,45 @@ def inner_first(rank, world_size, strategy):
 def test_inner_units_before_the_first_forward(strategy):
     """Methods of inner units belong to the outermost wrapped module from the start; also a backward of one alone."""
     assert run_ranks(inner_first, 2, strategy) == [[], []]
+
+
+class Scaled(nn.Module):
+    """A linear layer with a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def slice_of_a_larger_mesh(rank, world_size, outer):
+    """Norms, clipped gradients and weights after steps on (replicate, shard) of a 3-D mesh, and those of one rank."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+    torch.manual_seed(0)
+    alone = Scaled().double()
+    model = ours.fully_shard(copy.deepcopy(alone), mesh=mesh["replicate", "shard"], outer_strategy=outer)
+    x = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = []
+    for each in (model, alone):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        for _ in range(2):
+            each(x).square().mean().backward()
+            norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1, order) for order in (float("inf"), 2)]
+            gradients = [parameter.grad for parameter in each.parameters()]
+            found = [*norms, *gradients, *each.parameters()]
+            found = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
+            found = [one.detach().clone() for one in found]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(found)
+    return results
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_slice_of_a_larger_mesh(outer):
+    """HSDP and HFSDP on two axes of a 3-D mesh, with a 0-dim parameter, clip and step as one rank does."""
+    for found, expected in run_ranks(slice_of_a_larger_mesh, 4, outer):
+        torch.testing.assert_close(found, expected)
