@@ -115,8 +115,9 @@ def test_a_frozen_model_has_nothing_to_optimise() -> None:
 
 def test_flags_reach_the_optimizer() -> None:
     words = (
-        "--adam-beta1 0.8 --adam-eps 1e-6 --sgd-momentum 0.7 --apply-wd-to-qk-layernorm --lion-beta1 0.6 "
-        "--lion-beta2 0.5 --muon-momentum 0.3 --muon-nesterov --muon-num-ns-steps 3 --muon-coefficient-type simple "
+        "--adam-beta1 0.8 --adam-beta2 0.7 --adam-eps 1e-6 --sgd-momentum 0.7 --apply-wd-to-qk-layernorm "
+        "--lion-beta1 0.6 --lion-beta2 0.5 --muon-momentum 0.3 --muon-nesterov --muon-num-ns-steps 3 "
+        "--muon-coefficient-type simple "
         "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 0.2 --muon-tp-mode blockwise "
         "--muon-scalar-optimizer lion --muon-fp32-matmul-prec high --optimizer muon --use-precision-aware-optimizer "
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16 --bf16"
@@ -124,7 +125,7 @@ def test_flags_reach_the_optimizer() -> None:
     made = train_config(words)
     config = optimizer_config(made)
     assert made.main_params_dtype == "fp16"
-    assert (config.betas[0], config.eps, config.momentum, config.decay_qk_norms) == (0.8, 1e-6, 0.7, True)
+    assert (config.betas, config.eps, config.momentum, config.decay_qk_norms) == ((0.8, 0.7), 1e-6, 0.7, True)
     assert config.states == StateDtypes(torch.bfloat16, torch.float16)
     assert config.muon == MuonConfig(
         0.3, True, 3, "simple", "unit_rms_norm", 0.2, "blockwise", "lion", "high", (8, 8), (0.6, 0.5)

@@ -18,7 +18,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Folder for checkpoints.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_main.py",
     ),
     works(
         "--save-interval",
@@ -26,7 +26,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Steps between checkpoints.",
         "train/loop.py",
-        test="train/test_arguments_rules.py",
+        test="train/test_resume.py",
         aliases=("--persistent-save-interval",),
     ),
     works(
@@ -35,7 +35,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Keep only checkpoints at multiples of this step, and the last.",
         "train/resume.py",
-        test="train/test_arguments_rules.py",
+        test="train/checkpoint/test_kill.py",
     ),
     works(
         "--no-save-optim",
@@ -86,7 +86,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "The step to load, instead of the last.",
         "train/resume.py",
-        test="train/test_arguments_saved.py",
+        test="train/test_resume.py",
     ),
     no_op(
         "--ckpt-format",

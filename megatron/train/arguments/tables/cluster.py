@@ -27,7 +27,7 @@ FLAGS: tuple[Flag, ...] = (
         10,
         "How long a rank may make no progress before the watchdog says why and ends the run.",
         "train/main.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--distributed-timeout-seconds-after-init",

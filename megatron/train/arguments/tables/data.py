@@ -128,7 +128,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Read .bin files instead of mapping them.",
         "train/data/build.py",
-        test="train/test_arguments.py",
+        test="train/test_flags_at_work.py",
         dest="mmap_bin_files",
     ),
     no_op(

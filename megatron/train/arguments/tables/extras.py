@@ -23,7 +23,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Compute, accumulate and keep everything in float64, for tests of equality.",
         "train/arguments/resolve.py",
-        test="train/test_arguments.py",
+        test="train/test_resume.py",
     ),
     works(
         "--pipeline-schedule",

@@ -232,7 +232,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Weight gradients go through autograd instead of straight into the main gradient.",
         "train/build.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_resume.py",
         dest="gradient_accumulation_fusion",
     ),
     works(

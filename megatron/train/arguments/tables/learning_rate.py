@@ -37,7 +37,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Steps over which the rate decays; --train-iters when not given.",
         "train/lr_schedule.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_lr_schedule.py",
     ),
     works(
         "--lr-decay-samples",
@@ -45,7 +45,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "The same in samples, with --train-samples.",
         "train/lr_schedule.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_lr_schedule.py",
     ),
     works(
         "--lr-warmup-iters",
@@ -61,7 +61,7 @@ FLAGS: tuple[Flag, ...] = (
         0,
         "The same in samples, with --train-samples.",
         "train/lr_schedule.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_lr_schedule.py",
     ),
     works(
         "--lr-warmup-fraction",
@@ -69,7 +69,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Part of the decay steps used for warm-up.",
         "train/lr_schedule.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_lr_schedule.py",
     ),
     works(
         "--lr-warmup-init",
@@ -115,7 +115,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Learning rate of embedding and head.",
         "train/optimizer.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_optimizer.py",
     ),
     works(
         "--decoupled-min-lr",
@@ -123,7 +123,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Lowest learning rate of embedding and head.",
         "train/optimizer.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_optimizer.py",
     ),
     works(
         "--override-opt_param-scheduler",
@@ -140,7 +140,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Take the checkpoint's schedule, not the command line's.",
         "train/resume.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_lr_schedule.py",
         aliases=("--use-checkpoint-opt-param-scheduler",),
     ),
     refused("--warmup", int, None, "no longer Megatron's; use --lr-warmup-fraction"),

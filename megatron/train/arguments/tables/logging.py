@@ -18,7 +18,7 @@ FLAGS: tuple[Flag, ...] = (
         100,
         "Steps between log lines.",
         "train/metrics.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_loop.py",
     ),
     works(
         "--log-params-norm",
@@ -26,7 +26,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The norm of all parameters in the log.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--log-num-zeros-in-grad",
@@ -34,7 +34,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The number of zero gradients in the log.",
         "train/build.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--log-throughput",
@@ -42,7 +42,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "TFLOP/s per rank in the log line.",
         "train/report.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     no_op(
         "--log-progress", Switch.ON, False, "there is no progress.txt; --metrics-file has every step and save"
@@ -103,7 +103,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Folder for tensorboard.",
         "train/profiler.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_main.py",
     ),
     works(
         "--tensorboard-log-interval",
@@ -128,7 +128,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Weights & Biases project.",
         "train/report.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--wandb-exp-name",
@@ -136,7 +136,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Weights & Biases name of the run.",
         "train/report.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--wandb-entity",
@@ -144,7 +144,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Weights & Biases team.",
         "train/report.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--wandb-save-dir",
@@ -152,7 +152,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Weights & Biases folder.",
         "train/report.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--timing-log-level",

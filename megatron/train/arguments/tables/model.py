@@ -49,7 +49,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Width of one head; hidden / heads when not given.",
         "models/config.py",
-        test="train/test_arguments_scripts.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--max-position-embeddings",
@@ -112,7 +112,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Norm weights are stored as their distance from one.",
         "models/config.py",
-        test="train/test_arguments.py",
+        test="models/test_gpt.py",
         dest="layernorm_zero_centered_gamma",
     ),
     works(
@@ -162,7 +162,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "No biases in the linear layers.",
         "models/config.py",
-        test="train/test_arguments.py",
+        test="models/test_gpt.py",
         dest="add_bias_linear",
     ),
     works(
@@ -179,7 +179,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "The head has a weight of its own.",
         "models/config.py",
-        test="train/test_arguments_scripts.py",
+        test="models/test_gpt.py",
     ),
     works(
         "--qk-layernorm",
@@ -187,7 +187,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "A norm on queries and keys of each head.",
         "models/config.py",
-        test="train/test_arguments_scripts.py",
+        test="models/test_hugging_face.py",
     ),
     works(
         "--init-method-std",

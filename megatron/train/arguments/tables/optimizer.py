@@ -44,7 +44,7 @@ FLAGS: tuple[Flag, ...] = (
         0.999,
         "Decay of Adam's second moment.",
         "train/optimizer.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_optimizer.py",
     ),
     works(
         "--adam-eps",
@@ -63,7 +63,7 @@ FLAGS: tuple[Flag, ...] = (
         1.0,
         "Global norm to which gradients are clipped; 0 does not clip.",
         "train/build.py",
-        test="train/test_arguments_rules.py",
+        test="train/test_step.py",
     ),
     works(
         "--weight-decay",
@@ -71,7 +71,7 @@ FLAGS: tuple[Flag, ...] = (
         0.01,
         "Decoupled weight decay of matrices (not of biases and norms).",
         "train/optimizer.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_optimizer.py",
     ),
     works(
         "--start-weight-decay",

@@ -29,7 +29,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Compute in fp16 with a loss scale.",
         "train/arguments/resolve.py",
-        test="train/test_arguments.py",
+        test="train/test_fp16.py",
     ),
     works(
         "--loss-scale",

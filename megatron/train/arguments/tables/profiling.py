@@ -13,7 +13,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Profile the steps from --profile-step-start to --profile-step-end.",
         "train/profiler.py",
-        test="train/test_arguments_rules.py",
+        test="train/test_profiler.py",
     ),
     works(
         "--profile-step-start",
@@ -21,7 +21,7 @@ FLAGS: tuple[Flag, ...] = (
         10,
         "First profiled step.",
         "train/profiler.py",
-        test="train/test_arguments_rules.py",
+        test="train/test_loop.py",
     ),
     works(
         "--profile-step-end",
@@ -29,7 +29,7 @@ FLAGS: tuple[Flag, ...] = (
         12,
         "First step that is not profiled any more.",
         "train/profiler.py",
-        test="train/test_arguments_rules.py",
+        test="train/test_loop.py",
     ),
     works(
         "--profile-ranks",

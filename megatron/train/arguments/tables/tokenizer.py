@@ -51,7 +51,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "vocab.json of GPT2BPETokenizer.",
         "train/tokenizers/factory.py",
-        test="train/test_arguments_rules.py",
+        test="train/tokenizers/test_tokenizers.py",
     ),
     works(
         "--merge-file",

@@ -32,7 +32,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "START INCREMENT SAMPLES: the global batch grows from START by INCREMENT until SAMPLES were seen.",
         "train/arguments/batch.py",
-        test="train/test_arguments.py",
+        test="train/test_loop.py",
         nargs=3,
     ),
     works(
@@ -59,7 +59,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Sequences to train on, instead of --train-iters.",
         "train/arguments/resolve.py",
-        test="train/test_arguments.py",
+        test="train/test_loop.py",
     ),
     works(
         "--seq-length", int, None, "Tokens in a sequence.", "train/build.py", test="train/data/test_config.py"
@@ -96,7 +96,7 @@ FLAGS: tuple[Flag, ...] = (
         100,
         "Global batches of one evaluation.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_loop.py",
     ),
     works(
         "--eval-interval",
@@ -104,7 +104,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Steps between evaluations.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_loop.py",
     ),
     works(
         "--eval-global-batch-size",
@@ -136,7 +136,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Evaluate only.",
         "train/loop.py",
-        test="train/test_arguments_rules.py",
+        test="train/test_loop.py",
     ),
     works(
         "--full-validation",
@@ -158,7 +158,7 @@ FLAGS: tuple[Flag, ...] = (
         None,
         "Stop at the next multiple of this step.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_main.py",
     ),
     works(
         "--exit-duration-in-mins",
@@ -196,7 +196,7 @@ FLAGS: tuple[Flag, ...] = (
         signal.SIGTERM,
         "The signal of --exit-signal-handler.",
         "train/loop.py",
-        test="train/test_arguments.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--iterations-to-skip",
@@ -219,7 +219,7 @@ FLAGS: tuple[Flag, ...] = (
         False,
         "Collect garbage at fixed steps on all ranks, instead of whenever Python does.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     works(
         "--manual-gc-interval",
@@ -227,7 +227,7 @@ FLAGS: tuple[Flag, ...] = (
         0,
         "Steps between collections under --manual-gc.",
         "train/loop.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_flags_at_work.py",
     ),
     no_op(
         "--no-manual-gc-eval",
@@ -265,7 +265,7 @@ FLAGS: tuple[Flag, ...] = (
         True,
         "Train on when a loss or gradient norm is not finite.",
         "train/build.py",
-        test="train/test_arguments_scripts.py",
+        test="train/test_rerun.py",
         dest="check_for_nan_in_loss_and_grad",
     ),
     works(
