@@ -2,6 +2,7 @@
 
 The file is a mapping of flags (by name, with or without dashes, or by destination) to values, flat or under
 section headings, which mean nothing, as in Megatron-LM's example (`model_parallel:`, `language_model:`).
+Null means not given. Fields of megatron-core's configurations that are no flags are in yaml_keys.py.
 Values go through the flags' own types, so that a file and a command line cannot differ in meaning.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.train.arguments.flag import Flag, Switch
+from megatron.train.arguments.yaml_keys import CONFIG_KEYS
 
 # Names of Megatron-LM's YAML files that are not destinations of flags.
 _OTHER_NAMES = {
@@ -60,6 +62,9 @@ def _entries(content: Mapping[object, object]) -> Iterator[tuple[str, object]]:
 
 
 def _words(key: str, value: object, by_dest: Mapping[str, tuple[Flag, ...]]) -> list[str]:
+    field = CONFIG_KEYS.get(key.lstrip("-").replace("-", "_"))
+    if field is not None:
+        return field.words(key, value)
     candidates, by_name = _flags_for(key, by_dest)
     if by_name and isinstance(candidates[0].type, Switch):
         # The name of a switch: true means that it is given ("no_mmap_bin_files: true").
@@ -67,11 +72,7 @@ def _words(key: str, value: object, by_dest: Mapping[str, tuple[Flag, ...]]) -> 
             raise ValueError(f"{key}: {candidates[0].name} takes true or false, not {value!r}")
         return [candidates[0].name] if value else []
     if value is None or value == candidates[0].default:
-        if candidates[0].default != value:
-            raise ValueError(
-                f"{key}: null, but {candidates[0].name} has the default {candidates[0].default!r}"
-            )
-        return []
+        return []  # null: not given
     for flag in candidates:
         if isinstance(flag.type, Switch):
             if not isinstance(value, bool):

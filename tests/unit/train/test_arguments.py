@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from megatron.train.arguments import batch_schedule, model_config_from, parse_args, validate
 from megatron.train.arguments.batch import BatchSchedule, parse_steps
+from megatron.train.arguments.tables import flags_by_dest
 from megatron.train.arguments.validate import check_and_resolve
+from megatron.train.arguments.yaml_keys import CONFIG_KEYS
 from megatron.train.config import TrainConfig
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2"
@@ -128,6 +130,35 @@ def test_yaml_says_the_same_as_words(tmp_path: Path) -> None:
     assert vars(parsed) == vars(parse_args(words.split()))
 
 
+def test_yaml_takes_the_fields_of_megatrons_example(tmp_path: Path) -> None:
+    """Those that are no flags of their own: what asks for nothing is nothing, what has a flag is that flag."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "language_model:\n  activation_func: swiglu\n  gated_linear_unit: false\n  init_method: null\n"
+        "  persist_layer_norm: false\n  num_moe_experts: null\n  num_query_groups: null\n  moe_token_dropping: false\n"
+        "  layernorm_zero_centered_gamma: true\n  bias_activation_fusion: true\n"
+        "model_parallel:\n  params_dtype: null\n  finalize_model_grads_func: null\n  enable_autocast: false\n"
+        "  batch_p2p_comm: true\n  cpu_offloading: false\n  virtual_pipeline_model_parallel_size: null\n"
+        "  fp8_param: false\nuse_legacy_models: false\nretriever_seq_length: 256\ndelay_grad_reduce: true\n"
+    )
+    expected = parse_args(f"--swiglu --no-persist-layer-norm --apply-layernorm-1p --yaml-cfg {path}".split())
+    assert vars(parse_args(["--yaml-cfg", str(path)])) == vars(expected)
+
+
+def test_every_field_of_a_configuration_has_a_value_that_asks_for_nothing(tmp_path: Path) -> None:
+    empty, full = tmp_path / "empty.yaml", tmp_path / "full.yaml"
+    empty.write_text("")
+    full.write_text("".join(f"{key}: null\n" for key in CONFIG_KEYS))
+    parsed = [vars(parse_args(["--yaml-cfg", str(path)])) for path in (empty, full)]
+    assert {**parsed[0], "yaml_cfg": None} == {**parsed[1], "yaml_cfg": None}
+    for key, field in CONFIG_KEYS.items():
+        assert key not in flags_by_dest() and field.words(key, None) == []
+        for words in field.values.values():
+            parse_args(list(words))
+        with pytest.raises(ValueError, match=f"{key}: other cannot be had: "):
+            field.words(key, "other")
+
+
 def test_yaml_takes_flags_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -145,6 +176,8 @@ def test_yaml_takes_flags_by_name(tmp_path: Path) -> None:
         ("num_layrs: 4", "unknown key 'num_layrs': did you mean 'num_layers'"),
         ("num_layers: four", "--num-layers: invalid int value: 'four'"),
         ("bf16: 3", "bf16: --bf16 takes true or false, not 3"),
+        ("activation_func: relu", "activation_func: relu cannot be had: use swiglu"),
+        ("virtual_pipeline_model_parallel_size: 2", "use num_virtual_stages_per_pipeline_rank"),
         ("- a\n- b", "must be a mapping"),
         ("a: [", "not valid YAML"),
         ("lr_decay_style: square", "--lr-decay-style: invalid choice"),
