@@ -53,6 +53,8 @@ setup(
             "einops",
             "onnxscript",
             "pydantic",
+            # what the checkpoint writers of megatron-core import; where it is missing they are waited for without end
+            "psutil",
             # the linters
             "mypy",
             "pre-commit",

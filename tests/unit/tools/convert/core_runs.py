@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # noqa: F401 - megatron-core's writers, without it, end and are waited for without end
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
