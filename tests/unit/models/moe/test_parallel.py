@@ -47,6 +47,9 @@ LAYOUTS = {
     "cp2-ep2": Layout({"context": 2, "data": 2, "expert": 2}),
     "pp2-ep2": Layout({"pipeline": 2, "data": 2, "expert": 2}),
     "hsdp-ep2": Layout({"data": 4, "data_outer": 2, "expert": 2}),
+    "tp2-sp-pp2-ep2": Layout({"tensor": 2, "pipeline": 2, "data": 2, "expert": 2}, True),
+    "cp2-dp4-ep4": Layout({"context": 2, "data": 4, "expert": 4}),
+    "tp2-cp2-ep2-etp2": Layout({"tensor": 2, "context": 2, "data": 2, "expert": 2, "expert_tensor": 2}),
 }
 AXES: dict[str, tuple[Any, ...]] = {
     "layout": tuple(LAYOUTS),
