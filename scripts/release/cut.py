@@ -33,6 +33,7 @@ def cut(options: argparse.Namespace, git: Git) -> int:
     if patch is not None and not git.has_branch(branch):
         raise ReleaseError(f"{branch} does not exist; cut {major}.{minor} first")
     base = options.main if patch is None else branch
+    _need_later(version, base, git)
     entries = _entries(base, git)
     if options.dry_run:
         print(f"would release {version} on {branch}, tag {tag}, with:\n" + "\n".join(entries))
@@ -47,6 +48,18 @@ def cut(options: argparse.Namespace, git: Git) -> int:
     git.go_to(came_from)
     print(f"released {version}: branch {branch}, tag {tag}; nothing was pushed")
     return 0
+
+
+def _need_later(version: str, base: str, git: Git) -> None:
+    """ReleaseError for a version below the one that `base` is at (for a patch, not above it)."""
+    found = VERSION.search(git.find("show", f"{base}:setup.py"))
+    if found is None:
+        raise ReleaseError(f'setup.py of {base}: no version="..." to change')
+    numbers = [[int(number) for number in re.findall(r"\d+", each)[:3]] for each in (version, found.group(1))]
+    if numbers[0] < numbers[1] or (numbers[0] == numbers[1] and ".dev" not in found.group(1)):
+        raise ReleaseError(
+            f"{version} does not come after {found.group(1)}, which {base} is at; give a later one"
+        )
 
 
 def _release(version: str, following: str, main: str, entries: list[str], git: Git) -> None:

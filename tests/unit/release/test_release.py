@@ -93,6 +93,10 @@ def test_a_cut_makes_branch_version_changelog_and_tag(repository: Repository) ->
     assert repository.git("branch", "--show-current") == "main"
     status, said = repository.script("cut_release.sh", "0.1")
     assert (status, "tag core_v0.1.0 exists" in said) == (2, True), said
+    repository.git("tag", "--delete", "core_v0.1.0")
+    repository.git("branch", "-D", "core_r0.1")
+    status, said = repository.script("cut_release.sh", "0.1")
+    assert (status, "0.1.0 does not come after 0.2.0.dev0, which main is at" in said) == (2, True), said
     status, said = repository.script("cut_release.sh", "0.2.1")
     assert (status, "core_r0.2 does not exist; cut 0.2 first" in said) == (2, True), said
 
